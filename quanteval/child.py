@@ -1,0 +1,365 @@
+"""The child's side of a variant: quantize in one process, serve and evaluate in another.
+
+Started as `python -m quanteval.child SPEC`. What libraries print goes to child.log; progress bars go
+to the terminal when there is one. The outcome is in the exit code and, when it is not 0, in
+child.json as a status and one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from quanteval.environment import (
+    describe_environment,
+    now,
+    peak_rss_bytes,
+    release_free_memory,
+    reset_peak_rss,
+)
+from quanteval.errors import EngineError, QuantevalError, UnsupportedError
+from quanteval.interfaces import Calibration, ModelSource, Sample, Session, Task, TaskContext
+from quanteval.records import (
+    Artifact,
+    MemoryUse,
+    RequestTrace,
+    StageRecord,
+    TaskRecord,
+    VariantResult,
+    VariantStatus,
+)
+from quanteval.store import (
+    Journal,
+    VariantDirectory,
+    device_lock,
+    done_samples,
+    file_lock,
+    file_sha256,
+    fingerprint,
+    read_record,
+    write_atomic,
+    write_record,
+)
+from quanteval.targets import build
+
+
+def main() -> int:
+    """Do what the spec named on the command line asks for; return the exit code."""
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    folder = VariantDirectory(Path(spec["variant_dir"]))
+    _die_with_parent(spec["parent_pid"])
+    terminal = _divert_output(folder.log)
+    try:
+        if spec["mode"] == "quantize":
+            _quantize(spec, folder)
+        else:
+            _Evaluation(spec, folder, terminal).run()
+    except BaseException as error:
+        status, reason = _explain(error)
+        if status == "failed":
+            traceback.print_exc()
+        with contextlib.suppress(QuantevalError):
+            outcome = json.dumps({"status": status, "reason": reason})
+            write_atomic(folder.path / "child.json", outcome)
+        return 130 if status == "interrupted" else 1
+    return 0
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to end this process when its parent dies, so that nothing is left running."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent_pid:
+            raise SystemExit("the parent is gone")
+
+
+def _divert_output(log: Path) -> IO[str]:
+    """Send file descriptors 1 and 2 to the log; return the old standard error for progress."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+    return terminal
+
+
+def _explain(error: BaseException) -> tuple[VariantStatus, str]:
+    """Turn whatever ended this process into a status and one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "interrupted"
+    if isinstance(error, UnsupportedError):
+        return "unsupported", _line(str(error))
+    if is_out_of_memory(error):
+        return "out_of_memory", _line(f"out of memory: {error}")
+    if isinstance(error, QuantevalError):
+        return "failed", _line(str(error))
+    return "failed", _line(f"{type(error).__name__}: {error}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, whoever raised it."""
+    text = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (
+            isinstance(error, RuntimeError)
+            and ("out of memory" in text or "can't allocate" in text)
+        )
+    )
+
+
+def _line(text: str) -> str:
+    first = " ".join(text.split())
+    return first if len(first) <= 400 else first[:397] + "..."
+
+
+# --------------------------------------------------------------------------- quantize
+
+
+def _quantize(spec: dict[str, Any], folder: VariantDirectory) -> None:
+    """Build the artifact in the cache, whole or not at all."""
+    source = _source(spec)
+    scheme = build(spec["scheme"], where=f"scheme.{spec['variant']}", prefixes=spec["prefixes"])
+    engine = build(spec["engine"], where="engine", prefixes=spec["prefixes"])
+    scheme.check(source, engine.device)
+    place = Path(spec["artifact_dir"])
+    with file_lock(place.parent / f"{place.name}.lock", wait=True, busy=""):
+        if (place / "artifact.json").exists():
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        for stale in place.parent.glob(f".{place.name}.*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        building = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
+        try:
+            artifact = scheme.quantize(source, building, Calibration(), engine.device)
+            moved = str(artifact.path).replace(str(building), str(place), 1)
+            record = artifact.model_copy(
+                update={
+                    "scheme": spec["variant"],
+                    "path": moved,
+                    "fingerprint": spec["artifact_fingerprint"],
+                }
+            )
+            write_record(building / "artifact.json", record)
+            building.rename(place)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+
+
+def _source(spec: dict[str, Any]) -> ModelSource:
+    fields = spec["source"]
+    return ModelSource(**{**fields, "path": Path(fields["path"])})
+
+
+# --------------------------------------------------------------------------- evaluate
+
+
+class _Evaluation:
+    """Serves one artifact and does the stages that are missing."""
+
+    def __init__(self, spec: dict[str, Any], folder: VariantDirectory, terminal: IO[str]) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.terminal = terminal
+        self.stages = {stage["name"]: stage for stage in spec["stages"]}
+        self.peaks: dict[str, int] = {}
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        """Serve, then bench and tasks; a task that fails does not keep the others from running."""
+        artifact = read_record(Path(self.spec["artifact_dir"]) / "artifact.json", Artifact)
+        engine = build(self.spec["engine"], where="engine", prefixes=self.spec["prefixes"])
+        engine.check(artifact)
+        reset_peak_rss()
+        started = time.perf_counter()
+        with self._serving(engine, artifact) as session:
+            self._end_phase("load")
+            served = artifact.model_copy(update={"effective": session.describe()})
+            write_record(self.folder.artifact, served)
+            self._update(comparable={"batch_policy": session.batch_policy})
+            self._finish_stage("artifact", started)
+            if "bench" in self.stages:
+                self._bench(session, engine.device)
+            for name, node in self.spec["tasks"].items():
+                if f"task:{name}" in self.stages:
+                    self._task_or_failure(session, name, node)
+        if self.failures:
+            raise EngineError("; ".join(self.failures))
+
+    @contextlib.contextmanager
+    def _serving(self, engine: Any, artifact: Artifact) -> Iterator[Session]:
+        with engine.serve(artifact) as session:
+            yield session
+
+    # ---- bench
+
+    def _bench(self, session: Session, device: str) -> None:
+        bench = build(self.spec["bench"], where="bench", prefixes=self.spec["prefixes"])
+        traces: list[RequestTrace] = []
+        started = time.perf_counter()
+        phase = "warmup"
+        reset_peak_rss()
+        with device_lock(device), self._bar("bench", None) as bar:
+            for trace in bench.run(session):
+                if phase == "warmup" and not trace.warmup:
+                    self._end_phase("warmup")
+                    phase = "bench"
+                traces.append(trace)
+                bar.set_postfix_str(trace.load_point, refresh=False)
+                bar.update()
+        self._end_phase(phase)
+        lines = "".join(trace.model_dump_json() + "\n" for trace in traces)
+        write_atomic(self.folder.traces, lines)
+        write_record(self.folder.memory, self._with_phases(session.memory()))
+        self._finish_stage("bench", started)
+
+    def _with_phases(self, memory: MemoryUse) -> MemoryUse:
+        update: dict[str, Any] = {"phase_peak_bytes": dict(self.peaks)}
+        if memory.device == "cpu":
+            peak = max([memory.process_peak_bytes, *self.peaks.values()])
+            parts = (
+                memory.before_load_bytes
+                + memory.weights_bytes
+                + memory.kv_cache_bytes
+                + memory.activation_peak_bytes
+            )
+            update |= {"process_peak_bytes": peak, "unaccounted_bytes": peak - parts}
+        return memory.model_copy(update=update)
+
+    def _end_phase(self, name: str) -> None:
+        self.peaks[name] = peak_rss_bytes()
+        release_free_memory()
+        reset_peak_rss()
+
+    # ---- tasks
+
+    def _task_or_failure(self, session: Session, name: str, node: dict[str, Any]) -> None:
+        try:
+            self._task(session, name, node)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            traceback.print_exc()
+            self.failures.append(f"task {name}: {_explain(error)[1]}")
+        self._end_phase(f"task:{name}")
+        if self.folder.memory.exists():
+            memory = read_record(self.folder.memory, MemoryUse)
+            phases = {**memory.phase_peak_bytes, f"task:{name}": self.peaks[f"task:{name}"]}
+            write_record(self.folder.memory, memory.model_copy(update={"phase_peak_bytes": phases}))
+
+    def _task(self, session: Session, name: str, node: dict[str, Any]) -> None:
+        stage = self.stages[f"task:{name}"]
+        task: Task = build(node, where=f"task.{name}", prefixes=self.spec["prefixes"])
+        samples = task.samples()
+        stage_fingerprint = fingerprint(stage["inputs"])
+        started = time.perf_counter()
+        done = done_samples(self.folder, name, stage_fingerprint)
+        todo = [sample for sample in samples if sample.sample_id not in done]
+        if not done:
+            self.folder.scores(name).unlink(missing_ok=True)
+        record = TaskRecord(
+            task=name,
+            kind=task.kind,
+            suite_version=str(stage["suite_inputs"].get("version", "")),
+            fingerprint=fingerprint(stage["suite_inputs"]),
+            inputs=stage["suite_inputs"],
+            stage_fingerprint=stage_fingerprint,
+            status="running",
+            samples_expected=len(samples),
+            category_of={
+                s.sample_id: str(s.data["category"]) for s in samples if "category" in s.data
+            },
+        )
+        write_record(self.folder.task_record(name), record)
+        self._score(session, task, todo, len(samples))
+        complete = record.model_copy(
+            update={
+                "status": "complete",
+                "elapsed_s": time.perf_counter() - started,
+                "journal_sha256": file_sha256(self.folder.scores(name)),
+            }
+        )
+        write_record(self.folder.task_record(name), complete)
+        self._finish_stage(f"task:{name}", started)
+
+    def _score(self, session: Session, task: Task, todo: Sequence[Sample], total: int) -> None:
+        """Journal each score as it ends; every sample must get exactly one."""
+        open_ids = {sample.sample_id for sample in todo}
+        context = TaskContext(
+            variant_dir=self.folder.path,
+            baseline_dir=Path(self.spec["baseline_dir"]),
+            is_baseline=self.spec["is_baseline"],
+            seed=self.spec["seed"],
+        )
+        with Journal(self.folder.scores(task.name)) as journal, self._bar(task.name, total) as bar:
+            bar.update(total - len(todo))
+            if not todo:
+                return
+            for score in task.evaluate(session, todo, context):
+                if score.sample_id not in open_ids:
+                    raise EngineError(
+                        f'sample "{score.sample_id}" was scored twice or never asked for'
+                    )
+                open_ids.remove(score.sample_id)
+                journal.append(score)
+                bar.update()
+        if open_ids:
+            raise EngineError(f"{len(open_ids)} samples got no score, the first: {min(open_ids)}")
+
+    # ---- records and progress
+
+    def _finish_stage(self, name: str, started: float) -> None:
+        stage = self.stages[name]
+        record = StageRecord(
+            name=name,
+            fingerprint=fingerprint(stage["inputs"]),
+            inputs=stage["inputs"],
+            finished_at=now(),
+            elapsed_s=time.perf_counter() - started,
+        )
+        self._update(stage=record)
+
+    def _update(
+        self, *, stage: StageRecord | None = None, comparable: dict[str, Any] | None = None
+    ) -> None:
+        result = read_record(self.folder.result, VariantResult)
+        stages = {**result.stages, **({stage.name: stage} if stage else {})}
+        update = {
+            "stages": stages,
+            "comparable": {**result.comparable, **(comparable or {})},
+            "environment": describe_environment(),
+        }
+        write_record(self.folder.result, result.model_copy(update=update))
+
+    def _bar(self, name: str, total: int | None) -> Any:
+        return tqdm(
+            desc=f"{self.spec['variant']} {name}",
+            total=total,
+            file=self.terminal,
+            disable=not self.terminal.isatty(),
+            leave=False,
+            dynamic_ncols=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

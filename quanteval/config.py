@@ -1,0 +1,199 @@
+"""From Hydra's composed configuration to a validated plan of built objects.
+
+Composition and overrides are Hydra's; types, unknown keys and dotted targets are checked here, and
+nothing is measured, loaded or written. Suites are read from tasks/<name>/task.yaml and offered to
+Hydra as the group `task`, so that a folder is all it takes to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+
+from quanteval.errors import ConfigError, QuantevalError
+from quanteval.gate import load_policy
+from quanteval.interfaces import Bench, Engine, Scheme, Task
+from quanteval.resources import resource_dir, task_folders
+from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
+from quanteval.targets import DEFAULT_PREFIXES, build, near
+
+CONFIG_NAME = "config"
+
+
+@dataclass
+class ModelOptions:
+    """How `model` is to be read, where its name alone does not say."""
+
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class RuntimeConfig:
+    """How the child processes run."""
+
+    threads: int | None = None
+    seed: int = 0
+    calibration: dict[str, Any] | None = None
+
+
+@dataclass
+class TrustConfig:
+    """Which dotted targets may be built, besides those of quanteval itself."""
+
+    targets: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunConfig:
+    """Schema of `quanteval run`: what may be set, and its types."""
+
+    model: str = "smollm2_135m"
+    model_options: ModelOptions = field(default_factory=ModelOptions)
+    baseline: str | None = None
+    scheme: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Any] = field(default_factory=dict)
+    bench: dict[str, Any] = field(default_factory=dict)
+    gate: dict[str, Any] = field(default_factory=dict)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    trust: TrustConfig = field(default_factory=TrustConfig)
+    output_root: str = "outputs"
+    run_dir: str | None = None
+
+
+def register() -> None:
+    """Make the schema and the suites known to Hydra."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=RunConfig)
+    for name, folder in task_folders().items():
+        store.store(group="task", name=name, node={name: load_task_node(folder)})
+
+
+def load_task_node(folder: Path) -> dict[str, Any]:
+    """Read tasks/<name>/task.yaml and fill in where it lies. ConfigError when it is no mapping."""
+    path = folder / "task.yaml"
+    try:
+        node = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f'"{path}" is not YAML: {str(error).splitlines()[0]}') from None
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f'"{path}" has no "_target_": it must say which task kind it is')
+    return {**node, "folder": str(folder)}
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """Compose the configuration as `quanteval run` would, for a look at it."""
+    register()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(resource_dir("conf")), version_base="1.3"):
+        return hydra_compose(CONFIG_NAME, overrides=list(overrides))
+
+
+def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> RunPlan:
+    """Turn a composed configuration into built objects, without any effect.
+
+    With `collect`, errors are gathered there (so that `check` can show all of them at once) and the
+    parts in error are left out; otherwise the first one is raised.
+    """
+    config: RunConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    plain.pop("experiment", None)
+    prefixes = (*DEFAULT_PREFIXES, *config.trust.targets)
+    attempt = _Attempts(collect)
+
+    schemes = _components(plain["scheme"], "scheme", prefixes, Scheme, attempt)
+    tasks = _components(plain["task"], "task", prefixes, None, attempt)
+    engine = attempt(lambda: _component(plain["engine"], "engine", prefixes))
+    bench = attempt(lambda: _component(plain["bench"], "bench", prefixes))
+    policy = attempt(lambda: load_policy(plain["gate"], prefixes=prefixes))
+    baseline = attempt(lambda: _baseline(config.baseline, plain["scheme"]))
+    if config.runtime.threads is not None and config.runtime.threads < 1:
+        attempt(_raiser(f'runtime.threads: "{config.runtime.threads}" must be at least 1'))
+    if baseline in schemes:
+        schemes = {baseline: schemes.pop(baseline), **schemes}
+    return RunPlan(
+        model=ModelRequest(config.model, **vars(config.model_options)),
+        baseline=baseline or "",
+        variants=schemes,
+        engine=engine,  # type: ignore[arg-type]  # None only while errors are collected
+        tasks=tasks,
+        bench=bench,  # type: ignore[arg-type]
+        policy=policy,  # type: ignore[arg-type]
+        runtime=Runtime(config.runtime.threads, config.runtime.seed),
+        prefixes=prefixes,
+        output_root=Path(config.output_root),
+        run_dir=Path(config.run_dir) if config.run_dir else None,
+        config=plain,
+    )
+
+
+class _Attempts:
+    """Runs steps; raises the first error, or gathers all when given a list."""
+
+    def __init__(self, collect: list[QuantevalError] | None) -> None:
+        self.collect = collect
+
+    def __call__(self, step: Callable[[], Any]) -> Any:
+        if self.collect is None:
+            return step()
+        try:
+            return step()
+        except QuantevalError as error:
+            self.collect.append(error)
+            return None
+
+
+def _raiser(message: str) -> Callable[[], None]:
+    def step() -> None:
+        raise ConfigError(message)
+
+    return step
+
+
+def _component(node: Mapping[str, Any], where: str, prefixes: Sequence[str]) -> Component[Any]:
+    return Component(dict(node), build(node, where=where, prefixes=prefixes))
+
+
+def _components(
+    nodes: Mapping[str, Any],
+    group: str,
+    prefixes: Sequence[str],
+    protocol: type | None,
+    attempt: _Attempts,
+) -> dict[str, Component[Any]]:
+    out: dict[str, Component[Any]] = {}
+    for name, node in nodes.items():
+        made = attempt(lambda node=node, name=name: _component(node, f"{group}.{name}", prefixes))
+        if made is None:
+            continue
+        if protocol is not None and not isinstance(made.object, protocol):
+            attempt(_raiser(f'{group}.{name}: "{node["_target_"]}" is not a {group}'))
+            continue
+        out[name] = made
+    if not nodes:
+        attempt(_raiser(f"{group}: none is chosen; write {group}=[name,...]"))
+    return out
+
+
+def _baseline(asked: str | None, schemes: Mapping[str, Any]) -> str:
+    if not schemes:
+        return ""
+    if asked is None:
+        return next(iter(schemes))
+    if asked not in schemes:
+        raise ConfigError(f'baseline "{asked}" is not among the schemes; {near(asked, schemes)}')
+    return asked
+
+
+__all__ = ["Bench", "Engine", "RunConfig", "Task", "compose", "make_plan", "register"]

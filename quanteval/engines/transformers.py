@@ -1,0 +1,93 @@
+"""transformers, in this process: what is configured, and how an artifact is loaded and served."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quanteval.engines.tokenizer import HFTokenizer
+from quanteval.engines.transformers_session import Batchers, TransformersSession
+from quanteval.environment import package_version, rss_bytes
+from quanteval.errors import UnsupportedError
+from quanteval.records import Artifact
+
+
+@dataclass(frozen=True)
+class TransformersEngine:
+    """Serves a folder that transformers loads. Fields are those of conf/engine/transformers.yaml."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    batching: Literal["auto", "continuous", "static"] = "auto"
+    max_batch_rows: int = 8
+    kv_cache_tokens: int = 8192
+    page_tokens: int = 64
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_rows", "kv_cache_tokens", "page_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name} "{getattr(self, name)}" must be at least 1')
+
+    def check(self, artifact: Artifact) -> None:
+        """UnsupportedError when the artifact is of another format or the device is not there."""
+        if artifact.format != "transformers":
+            raise UnsupportedError(
+                f'the transformers engine does not serve "{artifact.format}" artifacts'
+            )
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise UnsupportedError(
+                    "engine.device=cuda, but torch finds no CUDA device: use engine.device=cpu"
+                )
+
+    @contextlib.contextmanager
+    def serve(self, artifact: Artifact) -> Iterator[TransformersSession]:
+        """Load the artifact and yield its session."""
+        # The libraries' own pages are not the model's: they are counted before it is loaded.
+        import_libraries()
+        before = rss_bytes()
+        model = _load(artifact, self.device)
+        folder = Path(artifact.path)
+        tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)
+        batchers = Batchers(self, model, tokenizer.eos_token_ids)
+        session = TransformersSession(self, model, tokenizer, batchers, before)
+        try:
+            yield session
+        finally:
+            batchers.close()
+
+
+def import_libraries() -> None:
+    """Import what loading a model imports, so that it can be told from the model's own memory."""
+    import torch
+
+    for name in ("generation.continuous_batching", "models.auto.modeling_auto"):
+        importlib.import_module(f"transformers.{name}")
+    for name in ("bitsandbytes", "torchao"):
+        if package_version(name):
+            importlib.import_module(name)
+    torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def _load(artifact: Artifact, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    dtype = getattr(torch, artifact.load["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(
+        artifact.path,
+        dtype=dtype,
+        device_map=device,
+        attn_implementation="sdpa",
+        trust_remote_code=artifact.trust_remote_code,
+    )
+    return model.eval()

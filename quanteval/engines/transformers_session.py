@@ -1,0 +1,414 @@
+"""A session on one loaded torch model: generation through batchers, scoring by plain forwards.
+
+Scoring computes one sequence at a time without padding, so that a score cannot depend on its
+neighbours, and takes the log-softmax in float32 of the logits as the model gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from quanteval.engines import census
+from quanteval.engines import memory as accounting
+from quanteval.engines.batching import Batcher, ContinuousBatcher, Event, StaticBatcher
+from quanteval.engines.tokenizer import HFTokenizer
+from quanteval.errors import EngineError, UnsupportedError
+from quanteval.interfaces import (
+    Chunk,
+    Completion,
+    HiddenStates,
+    OutputHead,
+    Request,
+    ScoreRequest,
+    TokenLogprobs,
+)
+from quanteval.records import Effective, FinishReason, MemoryUse
+
+HEAD_POSITIONS = 256
+PROBE_TOKENS = 256
+
+
+class Limits(Protocol):
+    """The engine's fields that a session needs."""
+
+    @property
+    def device(self) -> str: ...  # noqa: D102
+    @property
+    def batching(self) -> Literal["auto", "continuous", "static"]: ...  # noqa: D102
+    @property
+    def max_batch_rows(self) -> int: ...  # noqa: D102
+    @property
+    def kv_cache_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def page_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def max_context(self) -> int | None: ...  # noqa: D102
+
+
+class Batchers:
+    """The batcher for greedy requests, and a static one for sampled requests, made when needed."""
+
+    def __init__(self, limits: Limits, model: Any, eos: frozenset[int]) -> None:
+        self._limits = limits
+        self._model = model
+        self._eos = eos
+        self.greedy: Batcher = self._make_greedy()
+        self._sampled: Batcher | None = None
+
+    def _make_greedy(self) -> Batcher:
+        rows = self._limits.max_batch_rows
+        if self._limits.batching == "static":
+            return StaticBatcher(self._model, self._eos, rows=rows, why="as configured")
+        try:
+            return ContinuousBatcher(
+                self._model,
+                self._eos,
+                rows=rows,
+                cache_tokens=self._limits.kv_cache_tokens,
+                page_tokens=self._limits.page_tokens,
+            )
+        except Exception as error:
+            if self._limits.batching == "continuous":
+                raise UnsupportedError(
+                    f"continuous batching does not take this model: {error}"
+                ) from error
+            why = f"continuous batching refused: {str(error).splitlines()[0]}"
+            return StaticBatcher(self._model, self._eos, rows=rows, why=why)
+
+    def for_request(self, request: Request) -> Batcher:
+        """Return the batcher that takes this request."""
+        if request.sampling.temperature <= 0 or isinstance(self.greedy, StaticBatcher):
+            return self.greedy
+        if self._sampled is None:
+            rows = self._limits.max_batch_rows
+            self._sampled = StaticBatcher(self._model, self._eos, rows=rows, why="sampled requests")
+        return self._sampled
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep the model free for the caller while the block runs."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.greedy.paused())
+            if self._sampled is not None:
+                stack.enter_context(self._sampled.paused())
+            yield
+
+    def close(self) -> None:
+        """End all batchers."""
+        self.greedy.close()
+        if self._sampled is not None:
+            self._sampled.close()
+
+
+class _Generation:
+    """Follows one request: its tokens, its text where stop strings matter, and its end."""
+
+    def __init__(self, session: TransformersSession, request: Request) -> None:
+        self._decode = session.tokenizer.decode
+        self._request = request
+        self.started = time.perf_counter()
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.text_end: int | None = None
+
+    def take(self, event: Event) -> bool:
+        """Add an event; return whether a stop string ended the request just now."""
+        self.token_ids.extend(event.token_ids)
+        self.error = event.error
+        self.finish_reason = event.finish_reason
+        stops = self._request.sampling.stop
+        if not stops or not event.token_ids:
+            return False
+        text = self._decode(self.token_ids)
+        ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+        if not ends:
+            return False
+        self.text_end = min(ends)
+        hit_early = self.finish_reason is None
+        self.finish_reason = "stop"
+        return hit_early
+
+    def completion(self) -> Completion:
+        failed = self.finish_reason in ("error", "cancelled")
+        return Completion(
+            request_id=self._request.request_id,
+            text="" if failed else self._decode(self.token_ids)[: self.text_end],
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason or "error",
+            error=self.error,
+            elapsed_s=time.perf_counter() - self.started,
+        )
+
+
+class TransformersSession:
+    """One loaded model; implements `interfaces.Session`."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        model: Any,
+        tokenizer: HFTokenizer,
+        batchers: Batchers,
+        before_load_bytes: int,
+    ) -> None:
+        self._limits = limits
+        self._model = model
+        self._tokenizer = tokenizer
+        self._batchers = batchers
+        self._before_load_bytes = before_load_bytes
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+        self._max_context = min(limit, limits.kv_cache_tokens, limits.max_context or limit)
+        self._activation: accounting.ActivationPeak | None = None
+        # Some libraries repack their weights in the first forward pass: it must come before anything
+        # is read back, and it also shows whether logits can be rebuilt from hidden states.
+        self._rebuilds = self._head_rebuilds_logits()
+
+    @property
+    def tokenizer(self) -> HFTokenizer:
+        """The tokenizer of the served model."""
+        return self._tokenizer
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens one request may hold."""
+        return self._max_context
+
+    @property
+    def batch_policy(self) -> str:
+        """How greedy requests are batched."""
+        return self._batchers.greedy.policy
+
+    # ---- generation
+
+    def _refusal(self, request: Request) -> str | None:
+        length = len(request.prompt.token_ids)
+        if length == 0:
+            return "the prompt is empty"
+        if request.sampling.max_tokens < 1:
+            return f'max_tokens "{request.sampling.max_tokens}" must be at least 1'
+        wanted = length + request.sampling.max_tokens
+        if wanted > self._max_context:
+            return (
+                f"{length} prompt and {request.sampling.max_tokens} output tokens are more than the "
+                f"{self._max_context} one request may hold"
+            )
+        return None
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Keep the batcher full and yield completions as they finish."""
+        events: queue.Queue[tuple[str, Event]] = queue.Queue()
+        running: dict[str, tuple[Batcher, str, _Generation]] = {}
+        window = 2 * self._limits.max_batch_rows
+        source = iter(requests)
+        exhausted = False
+        try:
+            while running or not exhausted:
+                while not exhausted and len(running) < window:
+                    request = next(source, None)
+                    if request is None:
+                        exhausted = True
+                        break
+                    if refusal := self._refusal(request):
+                        yield Completion(request.request_id, "", (), "error", refusal)
+                        continue
+                    if request.request_id in running:
+                        raise EngineError(f'request id "{request.request_id}" is in use')
+                    running[request.request_id] = self._start(request, events)
+                if not running:
+                    continue
+                request_id, event = events.get()
+                if request_id not in running:
+                    continue
+                batcher, handle, generation = running[request_id]
+                if generation.take(event):
+                    batcher.cancel(handle)
+                if generation.finish_reason is not None:
+                    del running[request_id]
+                    yield generation.completion()
+        finally:
+            for batcher, handle, _ in running.values():
+                batcher.cancel(handle)
+
+    def _start(
+        self, request: Request, events: queue.Queue[tuple[str, Event]]
+    ) -> tuple[Batcher, str, _Generation]:
+        batcher = self._batchers.for_request(request)
+        generation = _Generation(self, request)
+        request_id = request.request_id
+        handle = batcher.submit(request, lambda event: events.put((request_id, event)))
+        return batcher, handle, generation
+
+    def stream(self, request: Request) -> Iterator[Chunk]:
+        """Yield chunks with the time at which the computing thread delivered them."""
+        if refusal := self._refusal(request):
+            yield Chunk((), time.perf_counter(), "error", refusal)
+            return
+        arrivals: queue.Queue[tuple[float, Event]] = queue.Queue()
+        batcher = self._batchers.for_request(request)
+        generation = _Generation(self, request)
+        handle = batcher.submit(request, lambda event: arrivals.put((time.perf_counter(), event)))
+        try:
+            while generation.finish_reason is None:
+                at_s, event = arrivals.get()
+                generation.take(event)
+                yield Chunk(event.token_ids, at_s, generation.finish_reason, event.error)
+        finally:
+            batcher.cancel(handle)
+
+    # ---- scoring
+
+    def _forward_hidden(self, token_ids: tuple[int, ...]) -> Any:
+        """Return the final hidden states [T, d] of a sequence."""
+        import torch
+
+        ids = torch.tensor([token_ids], device=self._model.device)
+        return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+
+    def _head_rebuilds_logits(self) -> bool:
+        """Whether head(final hidden states) are the model's logits, bit for bit, on a short probe."""
+        import torch
+
+        head = self._model.get_output_embeddings()
+        probe = torch.arange(1, 17, device=self._model.device)[None] % self._tokenizer.vocab_size
+        with torch.no_grad():
+            logits = self._model(input_ids=probe, use_cache=False).logits
+            if head is None:
+                return False
+            try:
+                hidden = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+                rebuilt = self._softcap(head(hidden))
+            except (AttributeError, TypeError, RuntimeError):
+                return False
+        return bool(torch.equal(rebuilt, logits))
+
+    def _softcap(self, logits: Any) -> Any:
+        cap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _logit_blocks(self, request: ScoreRequest) -> Iterator[Any]:
+        """Yield native logits [<=HEAD_POSITIONS, V] that predict the scored tokens, in order."""
+        import torch
+
+        first, last = request.first_scored - 1, len(request.token_ids) - 1
+        if self._rebuilds:
+            hidden = self._forward_hidden(request.token_ids)[first:last]
+            head = self._model.get_output_embeddings()
+            for start in range(0, last - first, HEAD_POSITIONS):
+                yield self._softcap(head(hidden[start : start + HEAD_POSITIONS]))
+            return
+        ids = torch.tensor([request.token_ids], device=self._model.device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, first:last]
+        for start in range(0, last - first, HEAD_POSITIONS):
+            yield logits[start : start + HEAD_POSITIONS]
+
+    def _check_score_request(self, request: ScoreRequest) -> None:
+        length = len(request.token_ids)
+        if not 1 <= request.first_scored < length:
+            raise EngineError(
+                f'"{request.request_id}": of {length} tokens those from {request.first_scored} cannot be scored'
+            )
+        if length > self._max_context:
+            raise EngineError(
+                f'"{request.request_id}" has {length} tokens, more than the {self._max_context} a sequence may hold'
+            )
+
+    def loglikelihood(self, requests: Iterable[ScoreRequest]) -> Iterator[TokenLogprobs]:
+        """Score one sequence at a time, without padding."""
+        import torch
+
+        for request in requests:
+            self._check_score_request(request)
+            targets = torch.tensor(
+                request.token_ids[request.first_scored :], device=self._model.device
+            )
+            values: list[Any] = []
+            hits: list[Any] = []
+            start = 0
+            with self._batchers.paused(), torch.no_grad():
+                for block in self._logit_blocks(request):
+                    wanted = targets[start : start + len(block)]
+                    start += len(block)
+                    logits = block.float()
+                    chosen = logits.gather(-1, wanted[:, None])[:, 0]
+                    values.append((chosen - logits.logsumexp(-1)).double().cpu())
+                    hits.append((logits.argmax(-1) == wanted).cpu())
+            yield TokenLogprobs(
+                request.request_id,
+                np.asarray(torch.cat(values).numpy(), dtype=np.float64),
+                np.asarray(torch.cat(hits).numpy(), dtype=np.bool_),
+            )
+
+    def hidden_states(self, requests: Iterable[ScoreRequest]) -> Iterator[HiddenStates]:
+        """Final hidden states before each scored token, on the CPU, in the served dtype."""
+        import torch
+
+        self._need_rebuild()
+        for request in requests:
+            self._check_score_request(request)
+            with self._batchers.paused(), torch.no_grad():
+                hidden = self._forward_hidden(request.token_ids)
+            values = hidden[request.first_scored - 1 : -1].cpu().clone()
+            yield HiddenStates(request.request_id, values)
+
+    def output_head(self) -> OutputHead:
+        """The output head's weight and bias on the CPU."""
+        self._need_rebuild()
+        head = self._model.get_output_embeddings()
+        weight = head.weight
+        if hasattr(weight, "dequantize") and hasattr(weight, "__tensor_flatten__"):
+            weight = weight.dequantize()
+        bias = getattr(head, "bias", None)
+        return OutputHead(
+            weight=weight.detach().cpu(),
+            bias=None if bias is None else bias.detach().cpu(),
+            softcap=getattr(self._model.config.get_text_config(), "final_logit_softcapping", None),
+        )
+
+    def _need_rebuild(self) -> None:
+        if not self._rebuilds:
+            raise UnsupportedError(
+                "this model's logits cannot be rebuilt from its final hidden states, so divergence "
+                "from stored distributions cannot be measured"
+            )
+
+    # ---- what it is and what it holds
+
+    def describe(self) -> Effective:
+        """Read back what is loaded."""
+        return census.read_back(self._model)
+
+    def memory(self) -> MemoryUse:
+        """Memory by part; the activation peak is measured once and kept."""
+        if self._activation is None:
+            self._activation = self._measure_activation()
+        element = next(p for p in self._model.parameters() if p.is_floating_point()).element_size()
+        batcher = self._batchers.greedy
+        return accounting.measure(
+            device=self._limits.device,
+            before_load_bytes=self._before_load_bytes,
+            weights_bytes=sum(census.model_dtype_bytes(self._model).values()),
+            kv_cache_bytes=batcher.kv_cache_bytes,
+            kv_cache_tokens=batcher.kv_cache_tokens,
+            kv_formula=accounting.kv_bytes_per_token(self._model.config, element),
+            activation=self._activation,
+        )
+
+    def _measure_activation(self) -> accounting.ActivationPeak:
+        import torch
+
+        tokens = min(PROBE_TOKENS, self._max_context)
+        ids = torch.arange(tokens, device=self._model.device)[None] % self._tokenizer.vocab_size
+
+        def forward() -> None:
+            with torch.no_grad():
+                self._model(input_ids=ids, use_cache=False, logits_to_keep=1)
+
+        with self._batchers.paused():
+            return accounting.activation_peak(forward, self._limits.device, tokens)

@@ -1,0 +1,139 @@
+"""The order of things: resolve, quantize, serve, bench, tasks, gate, report.
+
+A run goes through its variants, the baseline first, brings each up to date (see `variant`), then
+gates and reports what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quanteval.environment import cpu_model, describe_environment, now
+from quanteval.gate import Policy, decide
+from quanteval.interfaces import ModelSource, VariantEvidence
+from quanteval.models import resolve_model
+from quanteval.records import Manifest, VariantResult, Verdict
+from quanteval.report import write_report
+from quanteval.runplan import RunPlan
+from quanteval.store import RunDirectory, file_lock, fingerprint, load_evidence, write_record
+from quanteval.variant import RunContext, VariantWorker
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run left behind."""
+
+    path: Path
+    results: tuple[VariantResult, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every variant ended in a status that is an answer (ok, or unsupported here)."""
+        return all(result.status in ("ok", "unsupported") for result in self.results)
+
+
+# --------------------------------------------------------------------------- the whole run
+
+
+def execute(plan: RunPlan, notify: Notify, command: Sequence[str] = ()) -> RunOutcome:
+    """Do everything a plan asks for that is not done yet, then gate and report.
+
+    `notify` gets one line a step. KeyboardInterrupt passes through after the state is recorded.
+    """
+    notify(f"model: {plan.model.name}")
+    source = resolve_model(
+        plan.model.name,
+        revision=plan.model.revision,
+        gguf_file=plan.model.gguf_file,
+        trust_remote_code=plan.model.trust_remote_code,
+    )
+    suites = {
+        name: task.object.fingerprint(task.object.samples()) for name, task in plan.tasks.items()
+    }
+    manifest = _manifest(plan, source, suites, command)
+    run = RunDirectory((plan.run_dir or plan.output_root / manifest.run_id).absolute())
+    busy = f'another quanteval process is working on "{run.path}": wait for it or end it'
+    with file_lock(run.path / ".lock", wait=False, busy=busy):
+        if (
+            run.manifest.exists()
+            and (old := run.load_manifest()).fingerprint == manifest.fingerprint
+        ):
+            manifest = manifest.model_copy(update={"created_at": old.created_at})
+        write_record(run.manifest, manifest)
+        notify(f"run: {run.path}")
+        context = RunContext(plan, source, suites, run)
+        results = []
+        for index, name in enumerate(plan.variants, 1):
+            label = f"[{index}/{len(plan.variants)}] {name}"
+            results.append(VariantWorker(context, name, _prefixed(notify, label)).run())
+        notify("gate")
+        verdicts = judge(run, plan.policy)
+        write_report(run)
+    return RunOutcome(run.path, tuple(results), tuple(verdicts))
+
+
+def judge(run: RunDirectory, policy: Policy) -> list[Verdict]:
+    """Gate every candidate of a stored run against its baseline and store the verdicts."""
+    manifest = run.load_manifest()
+    baseline = load_evidence(run, manifest.baseline)
+    verdicts = []
+    for name in manifest.variants:
+        if name != manifest.baseline:
+            verdict = decide(policy, baseline, load_evidence(run, name))
+            write_record(run.verdict(name), verdict)
+            verdicts.append(verdict)
+    return verdicts
+
+
+def load_run(run: RunDirectory) -> list[VariantEvidence]:
+    """Load the evidence of every variant of a run, the baseline first."""
+    return [load_evidence(run, name) for name in run.load_manifest().variants]
+
+
+def _manifest(
+    plan: RunPlan, source: ModelSource, suites: Mapping[str, Any], command: Sequence[str]
+) -> Manifest:
+    environment = describe_environment()
+    identity = {
+        "config": _without_places(plan.config),
+        "model": source.weights_digest,
+        "suites": suites,
+        "packages": environment["packages"],
+        "cpu": cpu_model(),
+        "threads": plan.runtime.thread_count,
+    }
+    digest = fingerprint(identity)
+    slug = "".join(c if c.isalnum() or c in "._-" else "-" for c in source.id.rsplit("/", 1)[-1])
+    return Manifest(
+        run_id=f"{slug}-{digest[:10]}",
+        created_at=now(),
+        command=list(command),
+        config=plan.config,
+        baseline=plan.baseline,
+        variants=list(plan.variants),
+        tasks=list(plan.tasks),
+        policy_name=plan.policy.name,
+        policy=plan.config["gate"],
+        environment=environment,
+        fingerprint=digest,
+    )
+
+
+def _without_places(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop what says where things lie: the same work elsewhere is the same run."""
+    kept = {key: value for key, value in config.items() if key not in ("output_root", "run_dir")}
+    kept["task"] = {
+        name: {key: value for key, value in node.items() if key != "folder"}
+        for name, node in config["task"].items()
+    }
+    return kept
+
+
+def _prefixed(notify: Notify, label: str) -> Notify:
+    return lambda message: notify(f"{label}: {message}")

@@ -1,0 +1,63 @@
+"""A validated run: what was asked for, as built objects, before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from quanteval.environment import usable_cores
+from quanteval.gate import Policy
+from quanteval.interfaces import Bench, Engine, Scheme, Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Component(Generic[T]):
+    """A built object and the node it was built from (the node travels to the child process)."""
+
+    node: dict[str, Any]
+    object: T
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Which model was asked for; see `models.resolve_model`."""
+
+    name: str
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How child processes run: numeric threads (None: one a usable core) and the seed."""
+
+    threads: int | None = None
+    seed: int = 0
+
+    @property
+    def thread_count(self) -> int:
+        """Threads a child really gets."""
+        return self.threads or usable_cores()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A validated run; the baseline is the first of `variants`."""
+
+    model: ModelRequest
+    baseline: str
+    variants: Mapping[str, Component[Scheme]]
+    engine: Component[Engine]
+    tasks: Mapping[str, Component[Task]]
+    bench: Component[Bench]
+    policy: Policy
+    runtime: Runtime
+    prefixes: tuple[str, ...]
+    output_root: Path
+    run_dir: Path | None
+    config: dict[str, Any]

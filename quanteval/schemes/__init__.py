@@ -1,0 +1,1 @@
+"""Quantization schemes: one file a family, each scheme a frozen dataclass that is its own config."""

@@ -1,0 +1,98 @@
+"""Objects from dotted targets: what is allowed, and how each mistake is answered."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+
+from quanteval.errors import ConfigError
+from quanteval.targets import build, near
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    ratio: float = 1.0
+    items: tuple[str, ...] = ()
+    inner: Inner | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio < 0:
+            raise ValueError(f'ratio "{self.ratio}" must not be negative')
+
+
+@pytest.fixture(autouse=True)
+def targets(monkeypatch):
+    module = types.ModuleType("quanteval.testing_targets")
+    module.Outer, module.Inner, module.text = Outer, Inner, "no class"
+    monkeypatch.setitem(sys.modules, "quanteval.testing_targets", module)
+    monkeypatch.setattr(sys.modules["quanteval"], "testing_targets", module, raising=False)
+
+
+OUTER = "quanteval.testing_targets.Outer"
+
+
+def test_fields_are_converted_and_nested_nodes_built():
+    node = {
+        "_target_": OUTER,
+        "name": "a",
+        "ratio": 2,
+        "items": ["x", "y"],
+        "inner": {"_target_": "quanteval.testing_targets.Inner", "size": 3},
+    }
+    built = build(node)
+    assert built == Outer("a", 2.0, ("x", "y"), Inner(3))
+    assert isinstance(built.ratio, float)
+
+
+def test_a_plain_mapping_fills_a_nested_dataclass():
+    assert build({"_target_": OUTER, "name": "a", "inner": {"size": 4}}).inner == Inner(4)
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"_target_": OUTER, "name": "a", "ratoi": 1}, 'unknown key "ratoi"; did you mean "ratio"?'),
+        ({"_target_": OUTER}, "name: this key is required"),
+        ({"_target_": OUTER, "name": "a", "ratio": "fast"}, 'ratio: "fast" is not valid'),
+        ({"_target_": OUTER, "name": "a", "ratio": -1}, 'ratio "-1.0" must not be negative'),
+        ({"_target_": "os.system", "command": "true"}, 'target "os.system" is not allowed'),
+        ({"_target_": "quanteval.nowhere.Thing"}, "there is no module"),
+        ({"_target_": "quanteval.testing_targets.Oter"}, 'did you mean "Outer"?'),
+        ({"_target_": "quanteval.testing_targets.text"}, "is not a dataclass"),
+        ({"_target_": "plain"}, "is not a dotted path"),
+        ({"name": "a"}, '"_target_" is missing'),
+        ("text", '"_target_" is missing'),
+    ],
+)
+def test_each_mistake_gets_one_clear_line(node, says):
+    with pytest.raises(ConfigError) as caught:
+        build(node, where="scheme.x")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_prefix_can_be_allowed():
+    node = {"_target_": "tests_outside.Inner", "size": 1}
+    sys.modules["tests_outside"] = types.ModuleType("tests_outside")
+    sys.modules["tests_outside"].Inner = Inner
+    try:
+        with pytest.raises(ConfigError, match="not allowed"):
+            build(node)
+        assert build(node, prefixes=("tests_outside.",)) == Inner(1)
+    finally:
+        del sys.modules["tests_outside"]
+
+
+def test_near_lists_what_is_known_when_nothing_is_close():
+    assert near("zzz", ["b", "a"]) == "known: a, b"
+    assert near("zzz", []) == "none is known"
