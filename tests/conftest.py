@@ -29,3 +29,36 @@ def shared_data() -> Path:
     if not folder:
         pytest.skip("QUANTEVAL_SHARED_DATA is not set")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """Return the folder of a tiny random Llama."""
+    from tests.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tiny_folder):
+    """Return the ModelSource of the tiny random Llama."""
+    from quanteval.models import resolve_model
+
+    return resolve_model(str(tiny_folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Keep artifacts and digests of the tests out of the user's cache, but share its models."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    real = Path(before) if before else Path.home() / ".cache"
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "quanteval").mkdir()
+    (real / "quanteval" / "models").mkdir(parents=True, exist_ok=True)
+    (cache / "quanteval" / "models").symlink_to(real / "quanteval" / "models")
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    yield cache
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
