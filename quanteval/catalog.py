@@ -82,5 +82,3 @@ def _schema(name: str) -> str:
     if name not in kinds:
         raise ConfigError(f'no record "{name}"; {near(name, kinds)}')
     return json.dumps(kinds[name].model_json_schema(), indent=1)
-
-

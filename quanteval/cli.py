@@ -187,7 +187,9 @@ def _gate(parsed: argparse.Namespace) -> int:
     elif parsed.baseline and parsed.candidate:
         verdicts = [gate_pair(parsed.baseline, parsed.candidate, policy)]
     else:
-        raise ConfigError("gate needs a run, or both --baseline RUN[:variant] and --candidate RUN[:variant]")
+        raise ConfigError(
+            "gate needs a run, or both --baseline RUN[:variant] and --candidate RUN[:variant]"
+        )
     _publish_verdicts(parsed, verdicts)
     return exit_code(worst(verdicts))
 
@@ -283,7 +285,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quanteval {__version__}")
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Parser)
+    verbs = parser.add_subparsers(
+        title="verbs", required=True, metavar="VERB", parser_class=_Parser
+    )
 
     def verb(
         name: str, run: Callable[[argparse.Namespace], int], text: str, example: str
@@ -299,7 +303,12 @@ def _parser() -> argparse.ArgumentParser:
         return made
 
     # `run` is dispatched before parsing, since its arguments are Hydra's; it is here for --help.
-    verb("run", _check, "build, serve, measure and gate schemes (Hydra)", "quanteval run experiment=demo")
+    verb(
+        "run",
+        _check,
+        "build, serve, measure and gate schemes (Hydra)",
+        "quanteval run experiment=demo",
+    )
 
     gate = verb(
         "gate",
@@ -315,7 +324,12 @@ def _parser() -> argparse.ArgumentParser:
     gate.add_argument("--summary", help="write a Markdown summary here (e.g. $GITHUB_STEP_SUMMARY)")
     gate.add_argument("--json", action="store_true", help="print the verdicts as JSON")
 
-    report = verb("report", _report, "write and print a run's table again", "quanteval report latest --format md")
+    report = verb(
+        "report",
+        _report,
+        "write and print a run's table again",
+        "quanteval report latest --format md",
+    )
     report.add_argument("run", help="run directory, run id under outputs/, or 'latest'")
     report.add_argument("--format", choices=("text", "md", "csv", "json"), default="text")
     report.add_argument("--json", action="store_true", help="the same as --format json")
@@ -327,7 +341,9 @@ def _parser() -> argparse.ArgumentParser:
         "quanteval compare latest:bf16 latest:nf4_bnb --sample pyeasy/3",
     )
     compare.add_argument("first", metavar="A", help="RUN[:variant] (default variant: the baseline)")
-    compare.add_argument("second", metavar="B", help="RUN[:variant] (default variant: the last one)")
+    compare.add_argument(
+        "second", metavar="B", help="RUN[:variant] (default variant: the last one)"
+    )
     compare.add_argument("--sample", help="show this sample's two outputs in full")
 
     ls = verb("ls", _ls, "list presets, suites or runs", "quanteval ls schemes")
@@ -339,7 +355,9 @@ def _parser() -> argparse.ArgumentParser:
         "print a preset, a suite, a run's manifest, or a record's JSON Schema",
         "quanteval show scheme nf4_bnb",
     )
-    show.add_argument("what", help="scheme, engine, task, bench, gate, model, experiment, schema or run")
+    show.add_argument(
+        "what", help="scheme, engine, task, bench, gate, model, experiment, schema or run"
+    )
     show.add_argument("name", nargs="?", default="", help="which one")
 
     check = verb(
@@ -351,6 +369,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--task-dir", action="append", default=[], help="as for run")
     check.add_argument("overrides", nargs="*", help="as for run")
 
-    doctor = verb("doctor", _doctor, "say what this machine and installation can do", "quanteval doctor")
+    doctor = verb(
+        "doctor", _doctor, "say what this machine and installation can do", "quanteval doctor"
+    )
     doctor.add_argument("--json", action="store_true", help="print as JSON")
     return parser

@@ -7,21 +7,26 @@ Hydra as the group `task`, so that a folder is all it takes to add one.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hydra
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from quanteval.errors import ConfigError, QuantevalError
 from quanteval.gate import load_policy
-from quanteval.interfaces import Bench, Engine, Scheme, Task
+from quanteval.interfaces import Scheme
 from quanteval.resources import resource_dir, task_folders
 from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
 from quanteval.targets import DEFAULT_PREFIXES, build, near
@@ -44,7 +49,6 @@ class RuntimeConfig:
 
     threads: int | None = None
     seed: int = 0
-    calibration: dict[str, Any] | None = None
 
 
 @dataclass
@@ -92,12 +96,51 @@ def load_task_node(folder: Path) -> dict[str, Any]:
     return {**node, "folder": str(folder)}
 
 
+def launch(arguments: Sequence[str], job: Callable[[RunPlan], None]) -> None:
+    """Hand the arguments to Hydra, which calls `job` with a plan: once, or once a cell with -m.
+
+    Raises ConfigError for what Hydra itself refuses.
+    """
+    register()
+    # With this set Hydra lets exceptions through, instead of printing them and ending the process.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+
+    def task(cfg: DictConfig) -> None:
+        job(make_plan(cfg))
+
+    before = sys.argv
+    sys.argv = ["quanteval run", *arguments]
+    try:
+        hydra.main(
+            version_base="1.3", config_path=str(resource_dir("conf")), config_name=CONFIG_NAME
+        )(task)()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_hydra_line(error)) from None
+    finally:
+        sys.argv = before
+
+
+def _hydra_line(error: Exception) -> str:
+    """Return the telling lines of Hydra's message as one."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    kept = [
+        line
+        for line in lines
+        if not line.startswith(("full_key", "object_type", "Set the", "See "))
+    ]
+    return " ".join(kept) or type(error).__name__
+
+
 def compose(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration as `quanteval run` would, for a look at it."""
     register()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(resource_dir("conf")), version_base="1.3"):
-        return hydra_compose(CONFIG_NAME, overrides=list(overrides))
+    try:
+        with initialize_config_dir(config_dir=str(resource_dir("conf")), version_base="1.3"):
+            return hydra_compose(CONFIG_NAME, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_hydra_line(error)) from None
 
 
 def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> RunPlan:
@@ -194,6 +237,3 @@ def _baseline(asked: str | None, schemes: Mapping[str, Any]) -> str:
     if asked not in schemes:
         raise ConfigError(f'baseline "{asked}" is not among the schemes; {near(asked, schemes)}')
     return asked
-
-
-__all__ = ["Bench", "Engine", "RunConfig", "Task", "compose", "make_plan", "register"]

@@ -38,13 +38,17 @@ def diagnose() -> list[Check]:
         try:
             checks.extend(probe())
         except Exception as error:
-            checks.append(Check(probe.__name__.strip("_"), "fail", f"{type(error).__name__}: {error}"))
+            checks.append(
+                Check(probe.__name__.strip("_"), "fail", f"{type(error).__name__}: {error}")
+            )
     return checks
 
 
 def _python() -> Iterator[Check]:
     ok = sys.version_info >= (3, 11)
-    yield Check("python", "ok" if ok else "fail", f"{platform.python_version()} (3.11 or newer needed)")
+    yield Check(
+        "python", "ok" if ok else "fail", f"{platform.python_version()} (3.11 or newer needed)"
+    )
 
 
 def _packages() -> Iterator[Check]:
@@ -52,7 +56,9 @@ def _packages() -> Iterator[Check]:
     try:
         declared = [Requirement(text) for text in requires("quanteval") or []]
     except PackageNotFoundError:
-        yield Check("quanteval", "warn", "runs from a folder and is not installed: pip install -e .")
+        yield Check(
+            "quanteval", "warn", "runs from a folder and is not installed: pip install -e ."
+        )
         return
     for requirement in declared:
         extra = _extra_of(requirement)
@@ -74,7 +80,7 @@ def _packages() -> Iterator[Check]:
 
 def _extra_of(requirement: Requirement) -> str:
     marker = str(requirement.marker or "")
-    return marker.split('extra == "')[1].split('"')[0] if 'extra == "' in marker else ""
+    return marker.split('extra == "')[1].split('"', maxsplit=1)[0] if 'extra == "' in marker else ""
 
 
 def _machine() -> Iterator[Check]:
@@ -97,7 +103,9 @@ def _device() -> Iterator[Check]:
     query = [tool, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader"]
     said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     if said.returncode:
-        yield Check("gpu", "warn", f"nvidia-smi fails: {said.stderr.strip() or said.stdout.strip()}")
+        yield Check(
+            "gpu", "warn", f"nvidia-smi fails: {said.stderr.strip() or said.stdout.strip()}"
+        )
     for line in said.stdout.splitlines():
         yield Check("gpu", "ok", line.strip())
 
@@ -114,7 +122,10 @@ def _sandbox() -> Iterator[Check]:
 def _folders() -> Iterator[Check]:
     from quanteval.models.cache import cache_dir
 
-    places: list[tuple[str, Callable[[], Path]]] = [("cache", cache_dir), ("outputs", lambda: Path("outputs"))]
+    places: list[tuple[str, Callable[[], Path]]] = [
+        ("cache", cache_dir),
+        ("outputs", lambda: Path("outputs")),
+    ]
     for name, find in places:
         try:
             folder = find().absolute()
@@ -132,6 +143,8 @@ def _folders() -> Iterator[Check]:
 
 def _hub() -> Iterator[Check]:
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        yield Check("hub", "warn", "HF_HUB_OFFLINE is set: only cached and local models can be used")
+        yield Check(
+            "hub", "warn", "HF_HUB_OFFLINE is set: only cached and local models can be used"
+        )
     token = "set" if os.environ.get("HF_TOKEN") else "not set (needed for gated models only)"
     yield Check("hub token", "ok", f"HF_TOKEN is {token}")

@@ -65,8 +65,11 @@ class Scheme(Protocol):
         """What this scheme asks for; compared with what the served model reports."""
         ...
 
-    def check(self, source: ModelSource, device: str) -> None:
-        """Raise UnsupportedError (one line: why, what would help) before any weights are loaded."""
+    def check(self, source: ModelSource | None, device: str) -> None:
+        """Raise UnsupportedError (one line: why, what would help) before any weights are loaded.
+
+        Without a source (a model that is not on this machine yet) shapes are not checked.
+        """
         ...
 
     def quantize(

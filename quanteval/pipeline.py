@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from quanteval.environment import cpu_model, describe_environment, now
-from quanteval.gate import Policy, decide
-from quanteval.interfaces import ModelSource, VariantEvidence
+from quanteval.interfaces import ModelSource
+from quanteval.judge import judge, report, store_verdicts
 from quanteval.models import resolve_model
 from quanteval.records import Manifest, VariantResult, Verdict
-from quanteval.report import write_report
+from quanteval.report import Table
 from quanteval.runplan import RunPlan
-from quanteval.store import RunDirectory, file_lock, fingerprint, load_evidence, write_record
+from quanteval.store import RunDirectory, file_lock, fingerprint, write_record
 from quanteval.variant import RunContext, VariantWorker
 
 Notify = Callable[[str], None]
@@ -31,6 +31,7 @@ class RunOutcome:
     path: Path
     results: tuple[VariantResult, ...]
     verdicts: tuple[Verdict, ...]
+    table: Table
 
     @property
     def complete(self) -> bool:
@@ -73,27 +74,10 @@ def execute(plan: RunPlan, notify: Notify, command: Sequence[str] = ()) -> RunOu
             label = f"[{index}/{len(plan.variants)}] {name}"
             results.append(VariantWorker(context, name, _prefixed(notify, label)).run())
         notify("gate")
-        verdicts = judge(run, plan.policy)
-        write_report(run)
-    return RunOutcome(run.path, tuple(results), tuple(verdicts))
-
-
-def judge(run: RunDirectory, policy: Policy) -> list[Verdict]:
-    """Gate every candidate of a stored run against its baseline and store the verdicts."""
-    manifest = run.load_manifest()
-    baseline = load_evidence(run, manifest.baseline)
-    verdicts = []
-    for name in manifest.variants:
-        if name != manifest.baseline:
-            verdict = decide(policy, baseline, load_evidence(run, name))
-            write_record(run.verdict(name), verdict)
-            verdicts.append(verdict)
-    return verdicts
-
-
-def load_run(run: RunDirectory) -> list[VariantEvidence]:
-    """Load the evidence of every variant of a run, the baseline first."""
-    return [load_evidence(run, name) for name in run.load_manifest().variants]
+        verdicts = judge(run, plan.policy) if len(plan.variants) > 1 else []
+        store_verdicts(run, verdicts)
+        table = report(run)
+    return RunOutcome(run.path, tuple(results), tuple(verdicts), table)
 
 
 def _manifest(

@@ -38,7 +38,7 @@ class Int8:
             weight_bits=8, activation_bits=8, weight_format="int8", compute="int8", quantized=True
         )
 
-    def check(self, source: ModelSource, device: str) -> None:
+    def check(self, source: ModelSource | None, device: str) -> None:
         """Needs the package; runs on a CPU and on CUDA."""
         require_package("bitsandbytes", MINIMUM, "bitsandbytes")
 
@@ -92,10 +92,10 @@ class FourBit:
             quantized=True,
         )
 
-    def check(self, source: ModelSource, device: str) -> None:
+    def check(self, source: ModelSource | None, device: str) -> None:
         """Needs the package, and matrices that divide into blocks."""
         require_package("bitsandbytes", MINIMUM, "bitsandbytes")
-        for name, (rows, columns) in linear_shapes(source).items():
+        for name, (rows, columns) in (linear_shapes(source) if source else {}).items():
             if rows * columns % BLOCK:
                 raise UnsupportedError(
                     f'"{name}" has {rows} x {columns} weights, which do not divide into blocks of {BLOCK}'

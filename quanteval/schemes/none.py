@@ -36,7 +36,7 @@ class Unquantized:
             quantized=False,
         )
 
-    def check(self, source: ModelSource, device: str) -> None:
+    def check(self, source: ModelSource | None, device: str) -> None:
         """Every device computes in these formats."""
         if device not in ("cpu", "cuda"):
             raise UnsupportedError(f'device "{device}" is not known; use cpu or cuda')

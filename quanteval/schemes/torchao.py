@@ -31,7 +31,7 @@ class Int8WeightOnly:
             quantized=True,
         )
 
-    def check(self, source: ModelSource, device: str) -> None:
+    def check(self, source: ModelSource | None, device: str) -> None:
         """Needs the package; any shape and device will do."""
         require_package("torchao", MINIMUM, "torchao")
 
@@ -73,7 +73,7 @@ class Int8DynamicActivationInt8Weight:
             weight_bits=8, activation_bits=8, weight_format="int8", compute="int8", quantized=True
         )
 
-    def check(self, source: ModelSource, device: str) -> None:
+    def check(self, source: ModelSource | None, device: str) -> None:
         """Needs the package; any shape and device will do."""
         require_package("torchao", MINIMUM, "torchao")
 

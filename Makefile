@@ -1,0 +1,38 @@
+# Targets: demo, test, check, bench. Each makes what it needs; a second call reuses it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.installed
+
+.PHONY: demo test lint types check clean
+.DEFAULT_GOAL := demo
+
+# The environment is made again when what it should hold has changed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[all,dev]' torch
+	touch $@
+
+# The main job on the embedded model: the table, the verdicts and the path of the run directory.
+demo: $(READY)
+	$(BIN)/quanteval run experiment=demo
+
+test: lint types $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+# What this machine and installation can do.
+check: $(READY)
+	$(BIN)/quanteval doctor
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""`quanteval check`: everything about a configuration that can be known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quanteval.config import compose, make_plan
+from quanteval.errors import QuantevalError
+from quanteval.models import classify, resolve_model
+from quanteval.runplan import RunPlan
+
+
+def check(overrides: Sequence[str]) -> tuple[list[str], list[QuantevalError]]:
+    """Compose, build and check; return a line for each thing that holds and all errors at once.
+
+    A scheme that cannot run on this machine is an error here, though a run would go on without it.
+    A model on a hub is not fetched, so its shapes are not checked.
+    """
+    errors: list[QuantevalError] = []
+    try:
+        plan = make_plan(compose(overrides), collect=errors)
+    except QuantevalError as error:
+        return [], [*errors, error]
+    lines: list[str] = []
+    attempts: list[tuple[str, Callable[[], str]]] = [("model", lambda: _model(plan))]
+    attempts += [(f"task {name}", lambda n=name: _task(plan, n)) for name in plan.tasks]  # type: ignore[misc]
+    if plan.engine is not None:
+        attempts += [(f"scheme {name}", lambda n=name: _scheme(plan, n)) for name in plan.variants]  # type: ignore[misc]
+    if plan.policy is not None:
+        attempts.append(("gate", lambda: f"{plan.policy.name}: {len(plan.policy.rules)} rules"))
+    for what, attempt in attempts:
+        try:
+            lines.append(f"{what}: {attempt()}")
+        except QuantevalError as error:
+            errors.append(type(error)(f"{what}: {error}"))
+    return lines, errors
+
+
+def _model(plan: RunPlan) -> str:
+    known = classify(plan.model.name, plan.model.gguf_file)
+    return f"{known.name} ({known.kind})"
+
+
+def _task(plan: RunPlan, name: str) -> str:
+    task = plan.tasks[name].object
+    return f"{len(task.samples())} samples, kind {task.kind}"
+
+
+def _scheme(plan: RunPlan, name: str) -> str:
+    """Check shapes too where the model is already a local folder."""
+    scheme, device = plan.variants[name].object, plan.engine.object.device
+    known = classify(plan.model.name, plan.model.gguf_file)
+    scheme.check(resolve_model(plan.model.name) if known.kind == "folder" else None, device)
+    role = "baseline" if name == plan.baseline else "candidate"
+    return f"can run on {device} ({role})"

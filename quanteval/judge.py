@@ -1,0 +1,142 @@
+"""Stored runs, read again: finding them, gating them, and writing their tables. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quanteval.errors import ConfigError, EvidenceError, RecordError
+from quanteval.gate import Policy, decide, load_policy
+from quanteval.interfaces import VariantEvidence
+from quanteval.records import Verdict
+from quanteval.report import Table, build_table, render_csv, render_json, render_markdown
+from quanteval.resources import preset
+from quanteval.store import RunDirectory, load_evidence, write_atomic, write_record
+from quanteval.targets import DEFAULT_PREFIXES, near
+
+OUTPUTS = Path("outputs")
+
+
+@dataclass(frozen=True)
+class StoredVariant:
+    """One variant of a stored run."""
+
+    run: RunDirectory
+    name: str
+    evidence: VariantEvidence
+
+
+def runs_under(root: Path) -> Iterator[RunDirectory]:
+    """Yield the run directories under an output root, oldest first."""
+    manifests = root.glob("*/manifest.json")
+    for path in sorted(manifests, key=lambda p: p.stat().st_mtime_ns):
+        yield RunDirectory(path.parent)
+
+
+def find_run(name: str, root: Path = OUTPUTS) -> RunDirectory:
+    """Return a run by its path, its id under the output root, or 'latest'.
+
+    Raises ConfigError when there is none of that name.
+    """
+    if name == "latest":
+        runs = list(runs_under(root))
+        if not runs:
+            raise ConfigError(f'no run under "{root}": start one with quanteval run')
+        return runs[-1]
+    for path in (Path(name), root / name):
+        if (path / "manifest.json").exists():
+            return RunDirectory(path)
+    if Path(name).is_dir():
+        raise ConfigError(f'"{name}" is not a run directory: it has no manifest.json')
+    known = [run.path.name for run in runs_under(root)]
+    raise ConfigError(f'no run "{name}"; {near(name, [*known, "latest"])}')
+
+
+def find_variant(name: str, *, last: bool = False) -> StoredVariant:
+    """Return the variant that RUN[:variant] names; without a name the baseline, or the last one."""
+    place, separator, variant = name.rpartition(":")
+    if not separator or "/" in variant:
+        place, variant = name, ""
+    run = find_run(place)
+    names = run.load_manifest().variants
+    chosen = variant or (names[-1] if last else names[0])
+    if chosen not in names:
+        raise ConfigError(f'"{place}" has no variant "{chosen}"; {near(chosen, names)}')
+    return StoredVariant(run, chosen, load_evidence(run, chosen))
+
+
+def read_policy(name: str) -> Policy:
+    """Read a policy file, or a preset of conf/gate by its name."""
+    path = Path(name)
+    return load_policy(
+        path if path.suffix in (".yaml", ".yml") or path.exists() else preset("gate", name)
+    )
+
+
+def stored_policy(run: RunDirectory) -> Policy:
+    """Return the policy a run was started with."""
+    manifest = run.load_manifest()
+    extra = (manifest.config.get("trust") or {}).get("targets") or []
+    return load_policy(manifest.policy, prefixes=(*DEFAULT_PREFIXES, *extra))
+
+
+def gate_run(name: str, policy: Policy | None, candidate: str | None) -> list[Verdict]:
+    """Gate a stored run's candidates, or the one named, against its baseline; nothing is written."""
+    run = find_run(name)
+    return judge(run, policy or stored_policy(run), candidate)
+
+
+def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> list[Verdict]:
+    """Return the verdict on each candidate of a run.
+
+    Raises ConfigError for a candidate that is not there, and EvidenceError when there is none at all:
+    a gate that compared nothing must not pass.
+    """
+    manifest = run.load_manifest()
+    names = [variant for variant in manifest.variants if variant != manifest.baseline]
+    if not names:
+        raise EvidenceError(
+            f'"{run.path}" has no candidate, only the baseline "{manifest.baseline}"'
+        )
+    if candidate is not None:
+        if candidate not in names:
+            raise ConfigError(
+                f'"{run.path}" has no candidate "{candidate}"; {near(candidate, names)}'
+            )
+        names = [candidate]
+    baseline = load_evidence(run, manifest.baseline)
+    tasks = tuple(manifest.tasks)
+    return [decide(policy, baseline, load_evidence(run, variant), tasks=tasks) for variant in names]
+
+
+def gate_pair(baseline: str, candidate: str, policy: Policy | None) -> Verdict:
+    """Gate a variant of one run against a variant of another, when their conditions allow it."""
+    first, second = find_variant(baseline), find_variant(candidate, last=True)
+    tasks = tuple(second.run.load_manifest().tasks)
+    return decide(policy or stored_policy(second.run), first.evidence, second.evidence, tasks=tasks)
+
+
+def load_run(run: RunDirectory) -> list[VariantEvidence]:
+    """Load the evidence of every variant of a run, the baseline first."""
+    manifest = run.load_manifest()
+    evidence = [
+        load_evidence(run, name) for name in manifest.variants if run.variant(name).result.exists()
+    ]
+    if not evidence:
+        raise RecordError(f'"{run.path}" holds no variant yet')
+    return evidence
+
+
+def store_verdicts(run: RunDirectory, verdicts: Sequence[Verdict]) -> None:
+    """Write verdicts/<candidate>.json."""
+    for verdict in verdicts:
+        write_record(run.verdict(verdict.candidate), verdict)
+
+
+def report(run: RunDirectory) -> Table:
+    """Write a run's table.md, table.csv and table.json from its records, and return the table."""
+    table = build_table(run.load_manifest(), load_run(run), run.load_verdicts())
+    for name, render in (("md", render_markdown), ("csv", render_csv), ("json", render_json)):
+        write_atomic(run.path / f"table.{name}", render(table))
+    return table
