@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.installed
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test lint types check bench clean
 .DEFAULT_GOAL := demo
 
 # The environment is made again when what it should hold has changed.
@@ -36,3 +36,7 @@ check: $(READY)
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Our serving path against the script one would write instead, in turns, as a ratio.
+bench: $(READY)
+	$(BIN)/python benchmarks/serving.py

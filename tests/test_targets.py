@@ -60,7 +60,10 @@ def test_a_plain_mapping_fills_a_nested_dataclass():
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ({"_target_": OUTER, "name": "a", "ratoi": 1}, 'unknown key "ratoi"; did you mean "ratio"?'),
+        (
+            {"_target_": OUTER, "name": "a", "ratoi": 1},
+            'unknown key "ratoi"; did you mean "ratio"?',
+        ),
         ({"_target_": OUTER}, "name: this key is required"),
         ({"_target_": OUTER, "name": "a", "ratio": "fast"}, 'ratio: "fast" is not valid'),
         ({"_target_": OUTER, "name": "a", "ratio": -1}, 'ratio "-1.0" must not be negative'),

@@ -18,7 +18,16 @@ from quanteval.schemes.bitsandbytes import FourBit, Int8
 from quanteval.schemes.none import Unquantized
 from quanteval.schemes.torchao import Int8DynamicActivationInt8Weight, Int8WeightOnly
 
-TEXTS = ["def f(x):", "The cat", "a", "Numbers: 1 2 3 4 5 6 7 8 9", "zzz zzz", "é", "x = [", "import"]
+TEXTS = [
+    "def f(x):",
+    "The cat",
+    "a",
+    "Numbers: 1 2 3 4 5 6 7 8 9",
+    "zzz zzz",
+    "é",
+    "x = [",
+    "import",
+]
 
 
 def serve(source, scheme, tmp_path, **fields):
@@ -49,7 +58,9 @@ def test_greedy_is_what_the_library_generates_alone(session, reference):
     assert len(done) == len(TEXTS)
     for request in requests(session, Sampling(24)):
         ids = torch.tensor([request.prompt.token_ids])
-        expected = reference.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=1, pad_token_id=1)
+        expected = reference.generate(
+            ids, max_new_tokens=24, do_sample=False, eos_token_id=1, pad_token_id=1
+        )
         got = done[request.request_id]
         assert list(got.token_ids) == expected[0, ids.shape[1] :].tolist()
         ended = got.token_ids[-1] == 1
@@ -109,7 +120,9 @@ def test_a_closed_stream_frees_its_row(session):
 
 def test_many_threads_stream_at_once(session):
     sampling = Sampling(10, ignore_eos=True)
-    alone = {r.request_id: next(session.generate([r])).token_ids for r in requests(session, sampling)}
+    alone = {
+        r.request_id: next(session.generate([r])).token_ids for r in requests(session, sampling)
+    }
     got: dict[str, tuple[int, ...]] = {}
 
     def run(request):
@@ -126,7 +139,9 @@ def test_many_threads_stream_at_once(session):
 def test_sampling_depends_on_the_seed_alone(session):
     def draw(seed, texts=TEXTS):
         sampling = Sampling(12, temperature=0.8, top_p=0.95, top_k=50, seed=seed, ignore_eos=True)
-        return {c.request_id: c.token_ids for c in session.generate(requests(session, sampling, texts))}
+        return {
+            c.request_id: c.token_ids for c in session.generate(requests(session, sampling, texts))
+        }
 
     first = draw(1)
     assert draw(1) == first
@@ -233,7 +248,9 @@ def test_other_formats_and_missing_devices_are_refused(tiny_source, tmp_path):
     ],
     ids=["fp32", "bf16", "int8_bnb", "nf4_bnb", "fp4_bnb", "int8wo", "w8a8"],
 )
-def test_readback_says_what_runs(tiny_source, tmp_path, scheme, bits, activation_bits, weight_format):
+def test_readback_says_what_runs(
+    tiny_source, tmp_path, scheme, bits, activation_bits, weight_format
+):
     with serve(tiny_source, scheme, tmp_path) as live:
         effective = live.describe()
         assert live.batch_policy.startswith("continuous")
@@ -248,4 +265,6 @@ def test_readback_says_what_runs(tiny_source, tmp_path, scheme, bits, activation
     # Scales cost extra: one a row of 64 or 128 weights here.
     assert bits <= effective.linear_bits_per_weight <= bits + 0.8
     assert effective.resident_weight_bytes == sum(effective.dtype_bytes.values())
-    assert effective.parameters == 261 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 5 * 64
+    assert (
+        effective.parameters == 261 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 5 * 64
+    )

@@ -41,7 +41,11 @@ def test_each_kind_of_name(tiny_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("smollm2_135", 'did you mean "smollm2_135m"'), ("./nowhere", "is no folder"), ("a/b/c", "is no folder")],
+    [
+        ("smollm2_135", 'did you mean "smollm2_135m"'),
+        ("./nowhere", "is no folder"),
+        ("a/b/c", "is no folder"),
+    ],
 )
 def test_unknown_names_get_one_line(name, says):
     with pytest.raises(ConfigError, match=says):
@@ -77,7 +81,9 @@ def test_a_folder_is_digested_by_content(tiny_folder, tmp_path):
 
 def test_a_hub_id_without_a_network_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(QuantevalError, match='cannot fetch "org/model" from the model hub') as caught:
+    with pytest.raises(
+        QuantevalError, match='cannot fetch "org/model" from the model hub'
+    ) as caught:
         resolve_model("org/model@main")
     assert "\n" not in str(caught.value)
 
@@ -166,7 +172,9 @@ def _slow_make(building: Path) -> None:
 
 def test_two_processes_at_once_make_it_once(tmp_path):
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=complete_folder, args=(tmp_path / "m", _slow_make)) for _ in range(3)]
+    workers = [
+        context.Process(target=complete_folder, args=(tmp_path / "m", _slow_make)) for _ in range(3)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -93,7 +93,9 @@ def test_a_shape_that_does_not_fit_is_refused_before_loading(tmp_path):
 
 def test_a_missing_or_old_package_is_named(monkeypatch):
     monkeypatch.setattr(_common, "package_version", lambda _: None)
-    with pytest.raises(UnsupportedError, match=r'not installed: pip install "quanteval\[torchao\]"'):
+    with pytest.raises(
+        UnsupportedError, match=r'not installed: pip install "quanteval\[torchao\]"'
+    ):
         require_package("torchao", "0.18", "torchao")
     monkeypatch.setattr(_common, "package_version", lambda _: "0.9.1")
     with pytest.raises(UnsupportedError, match=r"torchao >= 0\.18, found 0\.9\.1"):

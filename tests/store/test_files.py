@@ -35,8 +35,8 @@ class Line(Part):
 
 def test_a_record_comes_back_equal_with_nan_and_infinity(tmp_path):
     path = tmp_path / "deep" / "r.json"
-    write_record(path, Line(n=1, text="é\n\"", number=float("inf")))
-    assert read_record(path, Line) == Line(n=1, text="é\n\"", number=float("inf"))
+    write_record(path, Line(n=1, text='é\n"', number=float("inf")))
+    assert read_record(path, Line) == Line(n=1, text='é\n"', number=float("inf"))
     write_record(path, Line(n=1, number=float("nan")))
     assert read_record(path, Line).number != read_record(path, Line).number
 

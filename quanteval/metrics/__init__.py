@@ -1,0 +1,1 @@
+"""Statistics recomputed from raw observations: latency from traces, quality from scores."""

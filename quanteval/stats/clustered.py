@@ -1,0 +1,167 @@
+"""Means and ratios whose observations come in clusters: tokens in documents, samples in problems.
+
+Everything that is not a bounded difference per item goes through here: log-perplexity differences, mean divergence,
+shares of tokens, unbounded metrics. The cluster is the unit; treating tokens as independent would understate the
+uncertainty several times over. Quantiles and shares of independent items are in `intervals`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import stdtr, stdtrit
+
+from quanteval.stats._checks import FloatArray, finite_vector, level_alpha, probability, same_length
+
+
+@dataclass(frozen=True)
+class ClusterEstimate:
+    """An estimate with its cluster-robust standard error and one-sided (1 - alpha) bounds.
+
+    `influence` is the largest change of the estimate from leaving one cluster out (estimate minus the estimate
+    without it) and `most_influential` the position of that cluster.
+    """
+
+    estimate: float
+    se: float
+    df: int
+    lower: float
+    upper: float
+    alpha: float
+    clusters: int
+    most_influential: int
+    influence: float
+
+    def p_at_least(self, margin: float) -> float:
+        """Return the one-sided p-value of "the true value is at least the margin", from the t distribution."""
+        if self.se == 0.0:
+            return (
+                0.5 + 0.5 * math.copysign(1.0, self.estimate - margin)
+                if self.estimate != margin
+                else 0.5
+            )
+        return float(stdtr(self.df, (self.estimate - margin) / self.se))
+
+
+def clustered_ratio(totals: ArrayLike, weights: ArrayLike, alpha: float = 0.05) -> ClusterEstimate:
+    """Return sum(totals)/sum(weights) over clusters, with the linearised standard error and t bounds, D - 1 df.
+
+    With R the ratio and r_j = totals_j - R weights_j: SE = sqrt(D/(D - 1) sum r_j^2)/sum(weights), the ratio
+    estimator of survey sampling (Cochran, Sampling Techniques, chapter 6). For the difference of log perplexities the
+    totals are the documents' NLL sums, variant minus baseline, and the weights their scored tokens: the estimate is
+    then ln(PPL_variant/PPL_baseline). For a mean divergence the totals are the documents' sums of it.
+    When all clusters agree exactly the standard error is 0 and the bounds are the estimate.
+    Raises `ValueError` for fewer than two clusters, NaN, or weights that are not positive.
+    """
+    total, weight = finite_vector("totals", totals, minimum=2), finite_vector("weights", weights)
+    same_length("totals", total, "weights", weight)
+    bad = np.flatnonzero(weight <= 0.0)
+    if bad.size:
+        raise ValueError(f"'weights' is '{weight[bad[0]]}' at index {bad[0]}; weights are positive")
+    clusters, weight_sum = total.size, float(weight.sum())
+    estimate = float(total.sum()) / weight_sum
+    residual = total - estimate * weight
+    spread = float(residual @ residual)
+    noise = 1e-14 * float(np.abs(total).max() + abs(estimate) * weight.max())
+    se = math.sqrt(clusters / (clusters - 1) * spread) / weight_sum
+    if float(np.abs(residual).max()) <= noise:  # rounding alone is no evidence of a spread
+        se = 0.0
+    reach = se * -float(stdtrit(clusters - 1, level_alpha(alpha)))
+    without = (total.sum() - total) / (weight_sum - weight)
+    effect = estimate - without
+    worst = int(np.argmax(np.abs(effect)))
+    return ClusterEstimate(
+        estimate=estimate,
+        se=se,
+        df=clusters - 1,
+        lower=estimate - reach,
+        upper=estimate + reach,
+        alpha=alpha,
+        clusters=clusters,
+        most_influential=worst,
+        influence=float(effect[worst]),
+    )
+
+
+def log_perplexity_ratio(
+    nll_baseline: ArrayLike, nll_variant: ArrayLike, tokens: ArrayLike, alpha: float = 0.05
+) -> ClusterEstimate:
+    """Return ln(PPL_variant/PPL_baseline) with bounds, from each document's NLL sums in nats and its scored tokens.
+
+    The exponential of `upper` bounds the perplexity ratio. Both variants must have scored the same tokens.
+    """
+    base = finite_vector("nll_baseline", nll_baseline, minimum=2)
+    var = finite_vector("nll_variant", nll_variant, minimum=2)
+    same_length("nll_baseline", base, "nll_variant", var)
+    return clustered_ratio(var - base, tokens, alpha)
+
+
+def cluster_mean(values: ArrayLike, alpha: float = 0.05) -> ClusterEstimate:
+    """Return the mean of one value per cluster, all of equal weight, with Student's t bounds.
+
+    For metrics without known limits. With limits use `bounded_score`, which keeps a width when all values agree.
+    """
+    x = finite_vector("values", values, minimum=2)
+    return clustered_ratio(x, np.ones(x.size), alpha)
+
+
+def cluster_sums(values: ArrayLike, labels: Sequence[Hashable]) -> tuple[FloatArray, FloatArray]:
+    """Return each cluster's sum of values and its number of them, clusters in order of first appearance."""
+    x = finite_vector("values", values)
+    if len(labels) != x.size:
+        raise ValueError(
+            f"'labels' has {len(labels)} entries and 'values' has {x.size}; one label a value"
+        )
+    position: dict[Hashable, int] = {}
+    index = np.array([position.setdefault(label, len(position)) for label in labels])
+    sums = np.bincount(index, weights=x).astype(np.float64)
+    return sums, np.bincount(index).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class BootstrapBounds:
+    """Percentile-bootstrap bounds, each at level 1 - alpha; a cross-check, never the rule itself."""
+
+    estimate: float
+    lower: float
+    upper: float
+    alpha: float
+    resamples: int
+
+
+def bootstrap_ratio(
+    totals: ArrayLike,
+    weights: ArrayLike,
+    alpha: float = 0.05,
+    *,
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> BootstrapBounds:
+    """Return percentile-bootstrap bounds of sum(totals)/sum(weights), whole clusters resampled (Efron, 1979).
+
+    The same seed gives the same bounds. With few clusters they are too narrow, and when all differences are equal
+    they have no width; `clustered_ratio` is the bound to decide by.
+    """
+    total, weight = finite_vector("totals", totals, minimum=2), finite_vector("weights", weights)
+    same_length("totals", total, "weights", weight)
+    bad = np.flatnonzero(weight <= 0.0)
+    if bad.size:
+        raise ValueError(f"'weights' is '{weight[bad[0]]}' at index {bad[0]}; weights are positive")
+    if resamples < 100:
+        raise ValueError(f"resamples is '{resamples}'; at least 100 are needed for a tail")
+    probability("alpha", alpha, below=0.5)
+    rng, clusters = np.random.default_rng(seed), total.size
+    ratios = np.empty(resamples)
+    block = max(1, 4_000_000 // clusters)  # bounds the index matrix to 32 MB
+    for start in range(0, resamples, block):
+        stop = min(start + block, resamples)
+        pick = rng.integers(clusters, size=(stop - start, clusters))
+        ratios[start:stop] = total[pick].sum(axis=1) / weight[pick].sum(axis=1)
+    lower, upper = np.quantile(ratios, (alpha, 1.0 - alpha))
+    return BootstrapBounds(
+        float(total.sum() / weight.sum()), float(lower), float(upper), alpha, resamples
+    )

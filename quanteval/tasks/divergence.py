@@ -1,0 +1,241 @@
+"""Divergence from the baseline: KL and top-1 agreement on the same teacher-forced tokens.
+
+The baseline's run stores its final hidden states and its output head, from which its exact logits
+are rebuilt block by block; logits themselves are never stored.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quanteval.errors import ConfigError, EngineError, RecordError
+from quanteval.interfaces import (
+    HiddenStates,
+    OutputHead,
+    Sample,
+    ScoreRequest,
+    Session,
+    TaskContext,
+    hash_token_ids,
+)
+from quanteval.records import Score
+from quanteval.tasks.loading import (
+    Source,
+    check_limit,
+    check_name,
+    data_digest,
+    load_rows,
+    make_samples,
+)
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class DivergenceTask:
+    """Documents on which distributions are compared; the fields of a task.yaml of this kind.
+
+    Each document is cut after `max_tokens` tokens; with a tokenizer that begins texts with a token
+    of its own, that token is context for the first.
+    """
+
+    name: str
+    version: str
+    source: Source
+    folder: str = ""
+    id_field: str = "id"
+    text_field: str = "text"
+    max_tokens: int = 256
+    limit: int | None = None
+    description: str = ""
+    licence: str = ""
+
+    kind = "divergence"
+    uses_baseline = True
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_limit(self.limit)
+        if self.max_tokens < 2:
+            raise ValueError(f'max_tokens "{self.max_tokens}" must be at least 2')
+
+    def samples(self) -> list[Sample]:
+        """Load the documents; ConfigError when there are none."""
+        return make_samples(load_rows(self.source, self.folder), self.id_field, self.limit)
+
+    def fingerprint(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """What the scores depend on besides the models."""
+        return {
+            "kind": self.kind,
+            "version": self.version,
+            "data": data_digest(samples),
+            "max_tokens": self.max_tokens,
+            "stored": "final hidden states and output head",
+        }
+
+    def evaluate(
+        self, session: Session, samples: Sequence[Sample], context: TaskContext
+    ) -> Iterator[Score]:
+        """Yield a score a document; the baseline's own divergence is 0 by definition."""
+        store = _Store(context.baseline_dir / self.kind / self.name)
+        head = session.output_head()
+        if context.is_baseline:
+            store.save_head(head)
+            baseline_head = head
+        else:
+            baseline_head = store.load_head()
+        for sample in samples:
+            started = time.perf_counter()
+            request = self._request(session, sample)
+            if request is None:
+                yield _failed(sample, (), "the document has fewer than 2 tokens")
+                continue
+            (states,) = session.hidden_states([request])
+            if context.is_baseline:
+                store.save(sample.sample_id, request.token_ids, states)
+                expected = states.values
+            else:
+                expected = store.load(sample.sample_id, request.token_ids)
+            kl, agree = compare(baseline_head, expected, head, states.values)
+            yield _score(sample, request.token_ids, kl, agree, time.perf_counter() - started)
+
+    def _request(self, session: Session, sample: Sample) -> ScoreRequest | None:
+        ids = session.tokenizer.encode(str(sample.data[self.text_field]))[: self.max_tokens]
+        begin = session.tokenizer.bos_token_id
+        ids = ids if begin is None else (begin, *ids)
+        return ScoreRequest(sample.sample_id, ids) if len(ids) > 1 else None
+
+
+def _score(
+    sample: Sample, ids: Sequence[int], kl: list[float], agree: int, elapsed_s: float
+) -> Score:
+    bad = next((i for i, value in enumerate(kl) if not math.isfinite(value)), None)
+    if bad is not None:
+        return _failed(sample, ids, f"KL {kl[bad]} at token {bad}")
+    return Score(
+        sample_id=sample.sample_id,
+        prompt_sha256=hash_token_ids(ids),
+        value=math.fsum(kl),
+        weight=len(kl),
+        status="ok",
+        finish_reason="none",
+        output_tokens=0,
+        numbers={"top1_agree": float(agree)},
+        series={"kl": kl},
+        elapsed_s=elapsed_s,
+    )
+
+
+def _failed(sample: Sample, ids: Sequence[int], detail: str) -> Score:
+    return Score(
+        sample_id=sample.sample_id,
+        prompt_sha256=hash_token_ids(ids),
+        value=math.nan,
+        weight=0,
+        status="error",
+        finish_reason="none",
+        output_tokens=0,
+        detail=detail,
+    )
+
+
+def logits(head: OutputHead, hidden: Any) -> Any:
+    """Return the head's logits of hidden states, in the served dtype, then as float32."""
+    from torch.nn import functional
+
+    out = functional.linear(hidden, head.weight, head.bias)
+    if head.softcap is not None:
+        out = (out / head.softcap).tanh() * head.softcap
+    return out.float()
+
+
+def compare(
+    baseline_head: OutputHead, baseline: Any, candidate_head: OutputHead, candidate: Any
+) -> tuple[list[float], int]:
+    """Return KL(baseline || candidate) of each token in nats, and how often both argmaxes agree.
+
+    `baseline` and `candidate` are hidden states [T, d]. The full vocabulary is used. Rounding can make
+    a KL slightly negative: such values are 0.
+    """
+    import torch
+
+    kl: list[float] = []
+    agree = 0
+    with torch.no_grad():
+        for start in range(0, len(baseline), BLOCK):
+            p = logits(baseline_head, baseline[start : start + BLOCK])
+            q = logits(candidate_head, candidate[start : start + BLOCK])
+            agree += int((p.argmax(-1) == q.argmax(-1)).sum())
+            p, q = p.log_softmax(-1), q.log_softmax(-1)
+            # A token the baseline excludes adds nothing, whatever the candidate gives it.
+            terms = torch.where(p.isneginf(), torch.zeros_like(p), p.exp() * (p - q))
+            values = terms.sum(-1, dtype=torch.float64)
+            values = torch.where(values < 0, torch.zeros_like(values), values)
+            kl += [float(v) for v in values]
+    return kl, agree
+
+
+class _Store:
+    """The baseline's hidden states and head on disk, a file each, whole or absent."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save_head(self, head: OutputHead) -> None:
+        tensors = {"weight": head.weight}
+        if head.bias is not None:
+            tensors["bias"] = head.bias
+        metadata = {} if head.softcap is None else {"softcap": repr(head.softcap)}
+        self._write("head", tensors, metadata)
+
+    def load_head(self) -> OutputHead:
+        tensors, metadata = self._read("head")
+        softcap = float(metadata["softcap"]) if "softcap" in metadata else None
+        return OutputHead(tensors["weight"], tensors.get("bias"), softcap)
+
+    def save(self, sample_id: str, ids: Sequence[int], states: HiddenStates) -> None:
+        self._write(_file_name(sample_id), {"hidden": states.values}, {"ids": hash_token_ids(ids)})
+
+    def load(self, sample_id: str, ids: Sequence[int]) -> Any:
+        tensors, metadata = self._read(_file_name(sample_id))
+        if metadata.get("ids") != hash_token_ids(ids):
+            raise EngineError(
+                f'"{sample_id}": baseline and candidate have different token ids, so their '
+                "distributions cannot be compared"
+            )
+        return tensors["hidden"]
+
+    def _write(self, name: str, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.folder / f".{name}.{os.getpid()}"
+        try:
+            contiguous = {key: value.contiguous() for key, value in tensors.items()}
+            save_file(contiguous, temporary, metadata)
+            temporary.replace(self.folder / f"{name}.safetensors")
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise RecordError(f'cannot write "{self.folder / name}": {error}') from None
+
+    def _read(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+        from safetensors import safe_open
+
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            raise ConfigError(
+                f'the baseline stored no "{name}" under "{self.folder}": run the baseline with this task first'
+            )
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def _file_name(sample_id: str) -> str:
+    """Return a file's name for any sample id."""
+    return hash_token_ids(tuple(sample_id.encode()))[:24]
