@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from quanteval.config import compose, make_plan
 from quanteval.errors import QuantevalError
@@ -23,9 +24,9 @@ def check(overrides: Sequence[str]) -> tuple[list[str], list[QuantevalError]]:
         return [], [*errors, error]
     lines: list[str] = []
     attempts: list[tuple[str, Callable[[], str]]] = [("model", lambda: _model(plan))]
-    attempts += [(f"task {name}", lambda n=name: _task(plan, n)) for name in plan.tasks]  # type: ignore[misc]
+    attempts += [(f"task {name}", partial(_task, plan, name)) for name in plan.tasks]
     if plan.engine is not None:
-        attempts += [(f"scheme {name}", lambda n=name: _scheme(plan, n)) for name in plan.variants]  # type: ignore[misc]
+        attempts += [(f"scheme {name}", partial(_scheme, plan, name)) for name in plan.variants]
     if plan.policy is not None:
         attempts.append(("gate", lambda: f"{plan.policy.name}: {len(plan.policy.rules)} rules"))
     for what, attempt in attempts:

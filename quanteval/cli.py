@@ -225,12 +225,13 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
-    from quanteval.judge import find_variant
+    from quanteval.judge import find_variant, outputs_of
     from quanteval.report import comparison_text, sample_text
 
     first, second = find_variant(parsed.first), find_variant(parsed.second, last=True)
     if parsed.sample:
-        print(sample_text(first.path, second.path, parsed.sample))
+        sides = {f"{v.run.path.name}:{v.name}": outputs_of(v) for v in (first, second)}
+        print(sample_text(parsed.sample, sides))
     else:
         print(comparison_text(first.evidence, second.evidence))
     return 0

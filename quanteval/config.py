@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,8 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
     With `collect`, errors are gathered there (so that `check` can show all of them at once) and the
     parts in error are left out; otherwise the first one is raised.
     """
-    config: RunConfig = OmegaConf.to_object(cfg)  # type: ignore[assignment]
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    config: RunConfig = OmegaConf.to_object(cfg)
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)
     plain.pop("experiment", None)
     prefixes = (*DEFAULT_PREFIXES, *config.trust.targets)
     attempt = _Attempts(collect)
@@ -169,10 +170,10 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
         model=ModelRequest(config.model, **vars(config.model_options)),
         baseline=baseline or "",
         variants=schemes,
-        engine=engine,  # type: ignore[arg-type]  # None only while errors are collected
+        engine=engine,
         tasks=tasks,
-        bench=bench,  # type: ignore[arg-type]
-        policy=policy,  # type: ignore[arg-type]
+        bench=bench,
+        policy=policy,
         runtime=Runtime(config.runtime.threads, config.runtime.seed),
         prefixes=prefixes,
         output_root=Path(config.output_root),
@@ -217,7 +218,7 @@ def _components(
 ) -> dict[str, Component[Any]]:
     out: dict[str, Component[Any]] = {}
     for name, node in nodes.items():
-        made = attempt(lambda node=node, name=name: _component(node, f"{group}.{name}", prefixes))
+        made = attempt(partial(_component, node, f"{group}.{name}", prefixes))
         if made is None:
             continue
         if protocol is not None and not isinstance(made.object, protocol):

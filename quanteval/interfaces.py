@@ -430,6 +430,11 @@ class Rule(Protocol):
         """Whether this rule can keep a candidate from being accepted."""
         ...
 
+    @property
+    def is_quality(self) -> bool:
+        """Whether acceptance by this rule is evidence that quality was kept."""
+        ...
+
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
     ) -> list[Finding]:

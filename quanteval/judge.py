@@ -9,10 +9,10 @@ from pathlib import Path
 from quanteval.errors import ConfigError, EvidenceError, RecordError
 from quanteval.gate import Policy, decide, load_policy
 from quanteval.interfaces import VariantEvidence
-from quanteval.records import Verdict
+from quanteval.records import Score, Verdict
 from quanteval.report import Table, build_table, render_csv, render_json, render_markdown
 from quanteval.resources import preset
-from quanteval.store import RunDirectory, load_evidence, write_atomic, write_record
+from quanteval.store import RunDirectory, load_evidence, read_journal, write_atomic, write_record
 from quanteval.targets import DEFAULT_PREFIXES, near
 
 OUTPUTS = Path("outputs")
@@ -64,6 +64,16 @@ def find_variant(name: str, *, last: bool = False) -> StoredVariant:
     if chosen not in names:
         raise ConfigError(f'"{place}" has no variant "{chosen}"; {near(chosen, names)}')
     return StoredVariant(run, chosen, load_evidence(run, chosen))
+
+
+def outputs_of(variant: StoredVariant) -> list[Score]:
+    """Return every score of a variant with its output, task after task."""
+    folder = variant.run.variant(variant.name)
+    return [
+        score
+        for task in variant.evidence.scores
+        for score in read_journal(folder.scores(task), Score)
+    ]
 
 
 def read_policy(name: str) -> Policy:

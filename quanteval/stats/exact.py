@@ -136,7 +136,7 @@ def exact_p(b: int, c: int, n: int, margin: float) -> float:
     """Return the exact unconditional p-value of "the drop is at least the margin".
 
     max over flip rates f of P(z(margin) <= z seen | P(broken) = (f + margin)/2, P(fixed) = (f - margin)/2). With no
-    discordant pair and a positive margin it is (1 - margin)^n.
+    discordant pair it is at least (1 - margin)^n, which it equals, or nearly, until that falls well below 0.05.
     """
     pair_table(b, c, n)
     _affordable(n)
@@ -186,7 +186,7 @@ def exact_critical_z(n: int, margin: float, alpha: float = 0.05) -> float:
 def exact_bound(b: int, c: int, n: int, alpha: float = 0.05, side: Side = "upper") -> float:
     """Return the one-sided (1 - alpha) exact bound of the drop: the margin at which `exact_p` crosses alpha.
 
-    Found by bisection to 1e-6 from Tango's bound. With no discordant pair the upper bound is 1 - alpha^(1/n).
+    Found by bisection to 1e-6 from Tango's bound. With no discordant pair the upper bound is about 1 - alpha^(1/n).
     The decision belongs to `exact_p` at the margin: tables change places as the margin moves, so p can wobble where
     it crosses alpha, and the bound can then disagree with the decision in its last digits.
     """

@@ -25,7 +25,7 @@ from quanteval.stats.exact import (
 )
 
 PairedRule = Literal["exact", "tango", "point"]
-"""How a drop is judged: the exact test (Tango's beyond `MAX_EXACT_PAIRS`, as in the gate), Tango's, or "drop seen <= margin"."""
+"""The exact test (Tango's beyond `MAX_EXACT_PAIRS`, as in the gate), Tango's, or the bare "drop seen <= margin"."""
 
 _SEARCH_LIMIT_PAIRS = 20_000
 

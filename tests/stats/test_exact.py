@@ -25,10 +25,11 @@ def all_tables(n, margin):
 def enumerated_probability(inside, b, c, n, broken, fixed):
     """Sum of the multinomial probabilities of the tables, cell by cell."""
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, n + 1)))))
-    rest = 1.0 - broken - fixed
+    rest = max(0.0, 1.0 - broken - fixed)
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = [
-            np.where(k == 0, 0.0, k * np.log(p)) for k, p in ((b, broken), (c, fixed), (n - b - c, rest))
+            np.where(k == 0, 0.0, k * np.log(p))
+            for k, p in ((b, broken), (c, fixed), (n - b - c, rest))
         ]
     log_choose = log_factorial[n] - log_factorial[b] - log_factorial[c] - log_factorial[n - b - c]
     return float(np.exp(log_choose + sum(terms))[inside].sum())
@@ -42,7 +43,9 @@ class TestEnumeration:
         region = accept_region(n, margin, -1.2)
         assert np.array_equal(z <= -1.2, b <= region[c])
 
-    @pytest.mark.parametrize(("broken", "fixed"), [(0.05, 0.0), (0.04, 0.02), (0.3, 0.69), (0.0, 0.4)])
+    @pytest.mark.parametrize(
+        ("broken", "fixed"), [(0.05, 0.0), (0.04, 0.02), (0.3, 0.69), (0.0, 0.4)]
+    )
     def test_probability_is_the_sum_over_tables(self, broken, fixed):
         n, margin = 60, 0.05
         b, c, z = all_tables(n, margin)
@@ -52,7 +55,9 @@ class TestEnumeration:
 
     def test_probability_of_everything_and_nothing(self):
         n = 40
-        assert region_probability(n - np.arange(n + 1), n, 0.2, 0.3) == pytest.approx(1.0, abs=1e-12)
+        assert region_probability(n - np.arange(n + 1), n, 0.2, 0.3) == pytest.approx(
+            1.0, abs=1e-12
+        )
         assert region_probability(np.full(n + 1, -1), n, 0.2, 0.3) == 0.0
         assert region_probability(np.zeros(n + 1, dtype=int), n, 0.0, 1.0) == pytest.approx(1.0)
 
@@ -63,7 +68,8 @@ class TestEnumeration:
 
 class TestPValue:
     @pytest.mark.parametrize(
-        ("b", "c", "n", "margin"), [(2, 1, 50, 0.10), (0, 1, 20, 0.1), (8, 5, 60, 0.2), (3, 4, 30, -0.2)]
+        ("b", "c", "n", "margin"),
+        [(2, 1, 50, 0.10), (0, 1, 20, 0.1), (8, 5, 60, 0.2), (3, 4, 30, -0.2)],
     )
     def test_by_brute_force(self, b, c, n, margin):
         every_b, every_c, z = all_tables(n, margin)
@@ -76,15 +82,19 @@ class TestPValue:
         got = stats.exact_p(b, c, n, margin)
         assert wanted - 1e-9 <= got <= wanted + 5e-6
 
-    @pytest.mark.parametrize(
-        ("n", "p"), [(164, 0.0363979), (149, 0.0492817), (148, 0.0502874)]
-    )
+    @pytest.mark.parametrize(("n", "p"), [(164, 0.0363979), (149, 0.0492817), (148, 0.0502874)])
     def test_without_flips(self, n, p):
         assert stats.exact_p(0, 0, n, 0.02) == pytest.approx(p, abs=6e-8)
 
-    @given(st.integers(1, 400), st.floats(0.002, 0.5))
+    @given(st.integers(1, 400), st.floats(0.002, 0.2))
     def test_zero_flip_rule(self, n, margin):
-        assert stats.exact_p(0, 0, n, margin) == pytest.approx((1 - margin) ** n, rel=1e-9)
+        p, simple = stats.exact_p(0, 0, n, margin), (1 - margin) ** n
+        assert p >= simple * (1 - 1e-9)
+        if simple > 0.08:  # at lower values the worst flip rate can be another one, and p larger
+            assert p == pytest.approx(simple, rel=1e-9)
+
+    def test_zero_flip_rule_does_not_hold_everywhere(self):
+        assert stats.exact_p(0, 0, 24, 0.12) > 0.05 > 0.88**24
 
     @pytest.mark.parametrize(("margin", "smallest"), [(0.01, 299), (0.02, 149), (0.05, 59)])
     def test_smallest_suite_that_zero_flips_certify(self, margin, smallest):
@@ -150,7 +160,8 @@ def assert_level(n, margin, flip_rates):
 
 class TestTangoSize:
     @pytest.mark.parametrize(
-        ("n", "margin", "percent"), [(52, 0.05, 6.9), (133, 0.02, 6.8), (268, 0.01, 6.8), (300, 0.02, 6.0)]
+        ("n", "margin", "percent"),
+        [(52, 0.05, 6.9), (133, 0.02, 6.8), (268, 0.01, 6.8), (300, 0.02, 6.0)],
     )
     def test_worst_cells(self, n, margin, percent):
         size = region_size(accept_region(n, margin, -Z95), n, margin)

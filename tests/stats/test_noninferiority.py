@@ -71,7 +71,12 @@ class TestAbsolute:
         assert result.upper == pytest.approx(wanted.confidence_interval(0.95).high)
 
     @settings(max_examples=50, deadline=None)
-    @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 60), st.sampled_from(["exact", "score"]))
+    @given(
+        st.integers(0, 12),
+        st.integers(0, 12),
+        st.integers(0, 60),
+        st.sampled_from(["exact", "score"]),
+    )
     def test_bounds_and_decisions_agree(self, broken, fixed, rest, method):
         if broken + fixed + rest == 0:
             return
@@ -111,7 +116,9 @@ class TestRelative:
         assert (result.broken, result.fixed, result.n) == (16, 5, 1157)
 
     def test_p_value(self):
-        assert stats.relative_loss(*outcomes(100, 3, 2, 59), 0.05).p_accept == pytest.approx(0.0629953, abs=6e-8)
+        assert stats.relative_loss(*outcomes(100, 3, 2, 59), 0.05).p_accept == pytest.approx(
+            0.0629953, abs=6e-8
+        )
 
     def test_a_gain_is_a_negative_loss(self):
         result = stats.relative_loss([0.5, 0.5, 1.0], [1.0, 0.5, 1.0], 0.02)
@@ -122,7 +129,7 @@ class TestRelative:
             stats.relative_loss([0.0, 0.0], [0.0, 1.0], 0.05)
 
     def test_margin_outside(self):
-        with pytest.raises(ValueError, match="'1.5'"):
+        with pytest.raises(ValueError, match=r"'1\.5'"):
             stats.relative_loss([1.0], [1.0], 1.5)
 
 

@@ -114,7 +114,9 @@ class TestTango:
     @given(tables())
     def test_a_concordant_pair_lowers_the_bound_of_a_loss(self, table):
         b, c, n = max(table[:2]), min(table[:2]), table[2]
-        assert stats.tango_bound(b, c, n + 1, 0.05, "upper") < stats.tango_bound(b, c, n, 0.05, "upper")
+        assert stats.tango_bound(b, c, n + 1, 0.05, "upper") < stats.tango_bound(
+            b, c, n, 0.05, "upper"
+        )
 
     @given(tables())
     def test_a_concordant_pair_narrows_the_interval(self, table):
@@ -186,11 +188,15 @@ class TestBoundedScore:
         assert narrow == pytest.approx(0.2 * stats.score_bound(d, 0.05), rel=1e-9)
 
     def test_order_and_repetition_of_values_do_not_matter(self):
-        d = np.random.default_rng(3).choice([-1, -0.4, 0, 0.2, 1], size=200, p=[0.05, 0.1, 0.7, 0.1, 0.05])
+        d = np.random.default_rng(3).choice(
+            [-1, -0.4, 0, 0.2, 1], size=200, p=[0.05, 0.1, 0.7, 0.1, 0.05]
+        )
         assert stats.bounded_score(d, 0.05) == stats.bounded_score(np.sort(d)[::-1], 0.05)
 
     def test_differences_a_rounding_error_beyond_the_limit_are_taken(self):
-        assert stats.bounded_score([1.0 + 1e-12, 0.0], 0.7) == pytest.approx(stats.bounded_score([1.0, 0.0], 0.7))
+        assert stats.bounded_score([1.0 + 1e-12, 0.0], 0.7) == pytest.approx(
+            stats.bounded_score([1.0, 0.0], 0.7)
+        )
 
 
 def optimiser_z(d, margin):
@@ -237,8 +243,8 @@ class TestRecovery:
     @pytest.mark.parametrize(
         ("cells", "level", "published", "digits"),
         [
-            ((446, 16, 5, 690), 0.90, (0.958, 0.992), 3),  # Tang, Tang and Chan 2003
-            ((1, 7, 1, 12), 0.95, (0.0653, 0.9069), 4),  # Fagerland, Lydersen and Laake 2014
+            ((446, 16, 5, 690), 0.90, (0.958, 0.992), 3),  # published
+            ((1, 7, 1, 12), 0.95, (0.0653, 0.9069), 4),  # published
         ],
     )
     def test_published_intervals(self, cells, level, published, digits):
@@ -248,9 +254,13 @@ class TestRecovery:
         assert tuple(round(x, digits) for x in got) == published
 
     def test_closed_form_figure(self):
-        assert stats.recovery_score(*outcomes(100, 3, 2, 59), 0.95) == pytest.approx(-1.5301055, abs=6e-8)
+        assert stats.recovery_score(*outcomes(100, 3, 2, 59), 0.95) == pytest.approx(
+            -1.5301055, abs=6e-8
+        )
 
-    @pytest.mark.parametrize("cells", [(100, 3, 2, 59), (40, 8, 5, 20), (30, 0, 4, 10), (12, 6, 0, 9)])
+    @pytest.mark.parametrize(
+        "cells", [(100, 3, 2, 59), (40, 8, 5, 20), (30, 0, 4, 10), (12, 6, 0, 9)]
+    )
     @pytest.mark.parametrize("rho", [0.8, 0.95, 1.1])
     def test_score_by_multinomial_optimiser(self, cells, rho):
         got = stats.recovery_score(*outcomes(*cells), rho)
@@ -287,7 +297,12 @@ class TestForReports:
 
     @pytest.mark.parametrize(
         ("b", "c", "exact", "mid"),
-        [(12, 2, 0.0129395, 0.0073853), (1, 7, 0.0703125, 0.0390625), (5, 5, 1.0, 1.0), (0, 0, 1.0, 1.0)],
+        [
+            (12, 2, 0.0129395, 0.0073853),
+            (1, 7, 0.0703125, 0.0390625),
+            (5, 5, 1.0, 1.0),
+            (0, 0, 1.0, 1.0),
+        ],
     )
     def test_mcnemar(self, b, c, exact, mid):
         assert stats.mcnemar_exact(b, c) == pytest.approx(exact, abs=6e-8)

@@ -1,0 +1,230 @@
+"""The gate: a policy's rules on one candidate and its baseline give one verdict. Pure functions of records.
+
+Absence of evidence never passes: a task that was to run and is missing or incomplete, an invalid required
+finding, or a policy under which nothing about quality was accepted, can each only lead away from accept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quanteval import __version__
+from quanteval.environment import now
+from quanteval.errors import ConfigError
+from quanteval.interfaces import Rule, VariantEvidence
+from quanteval.records import VERDICT_EXIT_CODES, Finding, Verdict, VerdictOutcome
+from quanteval.store import canonical_json, fingerprint
+from quanteval.targets import DEFAULT_PREFIXES, build, near
+
+SEVERITY: tuple[VerdictOutcome, ...] = (
+    "error",
+    "not_comparable",
+    "reject",
+    "inconclusive",
+    "accept",
+)
+KEYS = ("version", "name", "alpha", "rules", "description")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Named rules and the level they share; `node` is what they were built from."""
+
+    name: str
+    alpha: float
+    rules: Mapping[str, Rule]
+    node: dict[str, Any]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the policy's content."""
+        return fingerprint(self.node)
+
+
+def load_policy(
+    source: Path | Mapping[str, Any], *, prefixes: Sequence[str] = DEFAULT_PREFIXES
+) -> Policy:
+    """Build a policy from a YAML file or a mapping. ConfigError names unknown keys and wrong values."""
+    if isinstance(source, Path):
+        try:
+            node = yaml.safe_load(source.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f'policy "{source}" does not exist') from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f'policy "{source}" cannot be read: {str(error).splitlines()[0]}'
+            ) from None
+        label = source.stem
+    else:
+        node, label = dict(source), "gate"
+    if not isinstance(node, dict):
+        raise ConfigError(f'policy "{label}" is not a mapping with rules')
+    for key in node:
+        if key not in KEYS:
+            raise ConfigError(f'policy "{label}": unknown key "{key}"; {near(str(key), KEYS)}')
+    alpha = node.get("alpha", 0.05)
+    if not isinstance(alpha, int | float) or not 0 < alpha < 0.5:
+        raise ConfigError(f'policy "{label}": alpha "{alpha}" must be between 0 and 0.5')
+    rules = node.get("rules")
+    if not isinstance(rules, Mapping) or not rules:
+        raise ConfigError(f'policy "{label}" has no rules')
+    built = {
+        name: build(rule, where=f"gate.rules.{name}", prefixes=prefixes)
+        for name, rule in rules.items()
+    }
+    if not any(rule.is_quality and rule.required for rule in built.values()):
+        raise ConfigError(
+            f'policy "{label}" has no required quality rule, so it could accept nothing'
+        )
+    return Policy(str(node.get("name", label)), float(alpha), built, node)
+
+
+def decide(
+    policy: Policy,
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    *,
+    tasks: Sequence[str] = (),
+) -> Verdict:
+    """Return the verdict on one candidate; `tasks` are those that were to run."""
+    failed = _not_measured(baseline, candidate)
+    if failed:
+        return _verdict(policy, baseline, candidate, "error", failed, [])
+    differing = incomparable(baseline, candidate)
+    if differing:
+        reason = f"{candidate.name} and {baseline.name} were not measured alike: {differing}"
+        return _verdict(policy, baseline, candidate, "not_comparable", reason, [])
+    findings = [_completeness(baseline, candidate, tasks)]
+    for name, rule in policy.rules.items():
+        findings += rule.check(name, baseline, candidate, policy.alpha)
+    outcome, reason = _combine(policy, findings)
+    return _verdict(policy, baseline, candidate, outcome, reason, findings)
+
+
+def _not_measured(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
+    for role, evidence in (("baseline", baseline), ("candidate", candidate)):
+        status = evidence.result.status
+        if status != "ok":
+            return f"the {role} {evidence.name} is {status}: {evidence.result.reason or 'it did not finish'}"
+    return ""
+
+
+def incomparable(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
+    """Name the conditions in which two variants differ beyond their schemes; '' when there are none."""
+    differing = _differences(baseline.result.comparable, candidate.result.comparable)
+    for task in sorted(set(baseline.scores) & set(candidate.scores)):
+        first, second = baseline.scores[task].record, candidate.scores[task].record
+        if first.fingerprint != second.fingerprint:
+            names = _differences(first.inputs, second.inputs) or ["fingerprint"]
+            differing += [f"task {task}: {name}" for name in names]
+    return "; ".join(differing)
+
+
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "") -> list[str]:
+    out: list[str] = []
+    for key in sorted({*first, *second}):
+        a, b = first.get(key), second.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            out += _differences(a, b, f"{path}{key}.")
+        elif canonical_json(a) != canonical_json(b):
+            out.append(f"{path}{key} ({_short(a)} and {_short(b)})")
+    return out
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _completeness(
+    baseline: VariantEvidence, candidate: VariantEvidence, tasks: Sequence[str]
+) -> Finding:
+    """Return whether every task that was to run is there, whole, on both sides."""
+    problems = []
+    names = sorted({*tasks, *baseline.scores, *candidate.scores})
+    for task in names:
+        for evidence in (baseline, candidate):
+            scores = evidence.scores.get(task)
+            if scores is None:
+                problems.append(f"{evidence.name} has no scores for {task}")
+            elif scores.record.status != "complete":
+                problems.append(f"{evidence.name} did not finish {task}")
+            elif len(scores.sample_ids) != scores.record.samples_expected:
+                expected = scores.record.samples_expected
+                problems.append(
+                    f"{evidence.name} has {len(scores.sample_ids)} of {expected} samples of {task}"
+                )
+    if not names:
+        problems.append("no task was run")
+    return Finding(
+        rule="completeness",
+        required=True,
+        outcome="invalid" if problems else "accept",
+        sentence="; ".join(problems) or f"{len(names)} tasks are complete on both sides",
+    )
+
+
+def _combine(policy: Policy, findings: Sequence[Finding]) -> tuple[VerdictOutcome, str]:
+    """Combine required findings: invalid, then reject, then inconclusive, then accept."""
+    required = [finding for finding in findings if finding.required]
+    order: tuple[tuple[str, VerdictOutcome], ...] = (
+        ("invalid", "error"),
+        ("reject", "reject"),
+        ("inconclusive", "inconclusive"),
+    )
+    for outcome, verdict in order:
+        deciding = [finding for finding in required if finding.outcome == outcome]
+        if deciding:
+            more = f" (and {len(deciding) - 1} more)" if len(deciding) > 1 else ""
+            return verdict, f"{deciding[0].rule}: {deciding[0].sentence}{more}"
+    quality = {name for name, rule in policy.rules.items() if rule.is_quality}
+    accepted = [f for f in required if f.rule in quality and f.outcome == "accept"]
+    if not accepted:
+        return "error", "no required quality rule found anything to accept"
+    tightest = min(accepted, key=_room)
+    return "accept", f"{len(accepted)} quality findings accepted; closest: {tightest.sentence}"
+
+
+def _room(finding: Finding) -> float:
+    """Return how much of the margin the upper bound leaves."""
+    if finding.margin is None or finding.upper is None:
+        return float("inf")
+    return (finding.margin - finding.upper) / abs(finding.margin)
+
+
+def _verdict(
+    policy: Policy,
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    outcome: VerdictOutcome,
+    reason: str,
+    findings: list[Finding],
+) -> Verdict:
+    return Verdict(
+        candidate=candidate.name,
+        baseline=baseline.name,
+        outcome=outcome,
+        reason=reason,
+        findings=findings,
+        policy_name=policy.name,
+        policy_sha256=policy.sha256,
+        policy=policy.node,
+        quanteval_version=__version__,
+        created_at=now(),
+    )
+
+
+def worst(verdicts: Sequence[Verdict]) -> VerdictOutcome:
+    """Return the worst outcome; 'error' when there is no verdict at all."""
+    outcomes = {verdict.outcome for verdict in verdicts}
+    return next((outcome for outcome in SEVERITY if outcome in outcomes), "error")
+
+
+def exit_code(outcome: VerdictOutcome) -> int:
+    """Return the exit code of an outcome."""
+    return VERDICT_EXIT_CODES[outcome]

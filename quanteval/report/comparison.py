@@ -1,0 +1,76 @@
+"""Two variants side by side: their tasks, the samples that flipped, and one sample in full."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quanteval.errors import ConfigError, EvidenceError
+from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.metrics.quality import metrics_of
+from quanteval.records import Score
+from quanteval.report.text import line, number, plain
+from quanteval.targets import near
+
+SHOWN = 20
+
+
+def comparison_text(first: VariantEvidence, second: VariantEvidence) -> str:
+    """Return, for each common task, both values and the samples lost and gained."""
+    names = [name for name in first.scores if name in second.scores]
+    if not names:
+        raise EvidenceError(f"{first.name} and {second.name} have no task in common")
+    out = [f"{line(first.name)} -> {line(second.name)}"]
+    for name in names:
+        out += ["", *_task_lines(name, first.scores[name], second.scores[name])]
+    return "\n".join(out)
+
+
+def _task_lines(name: str, a: ScoreSet, b: ScoreSet) -> list[str]:
+    if a.record.fingerprint != b.record.fingerprint:
+        return [f"{name}: not comparable, the suites differ (see quanteval gate)"]
+    try:
+        pairs = zip(metrics_of(a), metrics_of(b), strict=True)
+    except EvidenceError as error:
+        return [f"{name}: {line(str(error))}"]
+    lines = [
+        f"{name}: {x.name} {number(x.value, 4)} -> {number(y.value, 4)} {x.unit} (n={y.n} {y.units})".rstrip()
+        for x, y in pairs
+    ]
+    if a.record.kind == "code":
+        lines += _flips(a, b)
+    return lines
+
+
+def _flips(a: ScoreSet, b: ScoreSet) -> list[str]:
+    where = {sample_id: row for row, sample_id in enumerate(b.sample_ids)}
+    lost: list[str] = []
+    gained: list[str] = []
+    for row, sample_id in enumerate(a.sample_ids):
+        other = where.get(sample_id)
+        if other is not None and a.value[row] != b.value[other]:
+            entry = f"{line(sample_id)} ({a.outcome[row]} -> {b.outcome[other]})"
+            (lost if a.value[row] > b.value[other] else gained).append(entry)
+    same = int(np.isin(a.sample_ids, b.sample_ids).sum()) - len(lost) - len(gained)
+    return [
+        f"  {same} the same, {len(lost)} lost, {len(gained)} gained",
+        *(f"  lost    {entry}" for entry in lost[:SHOWN]),
+        *([f"  ... and {len(lost) - SHOWN} more"] if len(lost) > SHOWN else []),
+        *(f"  gained  {entry}" for entry in gained[:SHOWN]),
+        *([f"  ... and {len(gained) - SHOWN} more"] if len(gained) > SHOWN else []),
+    ]
+
+
+def sample_text(sample_id: str, sides: dict[str, list[Score]]) -> str:
+    """Return one sample of both variants in full. ConfigError naming near ids when neither has it."""
+    out = []
+    for name, scores in sides.items():
+        for score in scores:
+            if score.sample_id == sample_id:
+                head = f"{line(name)}: {score.outcome or score.status}, value {number(score.value)}"
+                out += [f"{head}, {score.output_tokens} tokens, {score.finish_reason}"]
+                out += [f"  {line(score.detail)}"] if score.detail else []
+                out += [plain(score.output or "(no output)"), ""]
+    if not out:
+        known = {score.sample_id for scores in sides.values() for score in scores}
+        raise ConfigError(f'no sample "{sample_id}"; {near(sample_id, known)}')
+    return "\n".join(out).rstrip()

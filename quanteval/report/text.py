@@ -1,0 +1,46 @@
+"""Numbers and foreign text made safe and readable."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+
+
+def plain(text: str) -> str:
+    """Return text without control, format and surrogate characters: they can move a terminal's cursor."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c)[0] != "C" else f"\\x{ord(c):02x}" for c in text
+    )
+
+
+def line(text: str) -> str:
+    """Return text as one safe line."""
+    return " ".join(plain(text).split())
+
+
+def markdown(text: str) -> str:
+    """Return one safe line in which Markdown and HTML have no meaning."""
+    out = line(text)
+    for character in "\\`*_{}[]<>|#!~":
+        out = out.replace(character, "&" + f"#{ord(character)};")
+    return out
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number with about `digits` significant digits, never in scientific notation."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    places = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:.{min(places, 6)}f}"
+
+
+def megabytes(value: float) -> str:
+    """Return bytes as MB (10^6 bytes)."""
+    return f"{value / 1e6:.0f}"
+
+
+def milliseconds(value: float) -> str:
+    """Return seconds as ms."""
+    return number(1000 * value)

@@ -1,0 +1,48 @@
+"""Verdicts for a terminal and for a CI job's summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quanteval.records import Finding, Verdict
+from quanteval.report.table import finding_rows
+from quanteval.report.text import line, markdown
+
+MARKS = {"accept": "+", "reject": "x", "inconclusive": "?", "invalid": "!", "skipped": "-"}
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """Return a verdict with a line for each finding."""
+    head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {verdict.outcome.upper().replace('_', ' ')}"
+    lines = [f"{head} (policy {line(verdict.policy_name)})", f"  {line(verdict.reason)}"]
+    lines += [
+        f"  {_mark(finding)} {finding.rule}: {line(finding.sentence)}"
+        for finding in finding_rows(verdict)
+    ]
+    return "\n".join(lines)
+
+
+def _mark(finding: Finding) -> str:
+    mark = MARKS[finding.outcome]
+    return mark if finding.required else f"({mark})"
+
+
+def summary_markdown(verdicts: Sequence[Verdict]) -> str:
+    """Return a Markdown summary: a table of the verdicts, then each one's findings."""
+    lines = ["# quanteval", "", "| candidate | verdict | main reason |", "| --- | --- | --- |"]
+    lines += [
+        f"| {markdown(v.candidate)} | {v.outcome.replace('_', ' ')} | {markdown(v.reason)} |"
+        for v in verdicts
+    ]
+    for verdict in verdicts:
+        lines += ["", f"## {markdown(verdict.candidate)} against {markdown(verdict.baseline)}", ""]
+        lines += ["| rule | required | outcome | finding |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"| {markdown(f.rule)} | {'yes' if f.required else 'no'} | {f.outcome} | {markdown(f.sentence)} |"
+            for f in finding_rows(verdict)
+        ]
+        lines += [
+            "",
+            f"Policy {markdown(verdict.policy_name)}, sha256 {verdict.policy_sha256[:16]}.",
+        ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""Rules of the gate: one file a rule, each a frozen dataclass, a pure function of stored evidence."""

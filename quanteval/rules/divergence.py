@@ -1,0 +1,109 @@
+"""Distance from the baseline's distributions: bounds on mean KL and top-1 agreement, documents as the unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quanteval.errors import EvidenceError
+from quanteval.interfaces import VariantEvidence
+from quanteval.metrics.quality import require_finite
+from quanteval.records import Finding, Outcome
+from quanteval.rules._common import check_selection, invalid, pair, select_tasks
+from quanteval.stats import clustered_ratio
+
+
+@dataclass(frozen=True)
+class DivergenceBound:
+    """Keep `metric` on the right side of a bound: mean_kl below `max`, or top1_agreement above `min`.
+
+    Divergence says how far a variant moved, not whether it became worse: it warns, and by default it
+    is not required. Accept and reject need the confidence bound on their side of the limit.
+    """
+
+    metric: Literal["mean_kl", "top1_agreement"]
+    max: float | None = None
+    min: float | None = None
+    task: str | None = None
+    kind: str | None = None
+    required: bool = False
+    alpha: float | None = None
+    max_missing: float = 0.0
+
+    is_quality = False
+
+    def __post_init__(self) -> None:
+        check_selection(self.task, self.kind)
+        wanted = "max" if self.metric == "mean_kl" else "min"
+        if (self.max is None) == (self.min is None) or getattr(self, wanted) is None:
+            raise ValueError(f'{self.metric} needs "{wanted}" and nothing else')
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return a finding for each task concerned."""
+        chosen = select_tasks(
+            name, required=self.required, task=self.task, kind=self.kind,
+            baseline=baseline, candidate=candidate,
+        )  # fmt: skip
+        if chosen.finding:
+            return [chosen.finding]
+        level = self.alpha if self.alpha is not None else alpha
+        return [self._check_task(name, task, baseline, candidate, level) for task in chosen.tasks]
+
+    def _check_task(
+        self,
+        name: str,
+        task: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        alpha: float,
+    ) -> Finding:
+        pairs = pair(task, baseline, candidate, self.max_missing)
+        if pairs.problem:
+            return invalid(name, required=self.required, task=task, problem=pairs.problem)
+        scores = candidate.scores[task]
+        try:
+            require_finite(scores)
+        except EvidenceError as error:
+            return invalid(name, required=self.required, task=task, problem=str(error))
+        agree = scores.numbers.get("top1_agree")
+        totals = scores.value if self.metric == "mean_kl" else agree
+        if totals is None or len(totals) < 2:
+            problem = f"fewer than two documents with {self.metric}"
+            return invalid(name, required=self.required, task=task, problem=problem)
+        found = clustered_ratio(totals, scores.weight, alpha)
+        limit = float(self.max if self.max is not None else self.min or 0)
+        inside = found.upper < limit if self.max is not None else found.lower > limit
+        beyond = found.lower > limit if self.max is not None else found.upper < limit
+        outcome: Outcome = "accept" if inside else "reject" if beyond else "inconclusive"
+        label, unit = (
+            ("mean KL", "nats/token") if self.metric == "mean_kl" else ("top-1 agreement", "share")
+        )
+        side = "below" if self.max is not None else "above"
+        verb = {
+            "accept": "shown to be",
+            "reject": "shown not to be",
+            "inconclusive": "not shown to be",
+        }
+        sentence = (
+            f"{task}: {label} {found.estimate:.4f} {unit} (n={len(totals)} documents, between {found.lower:.4f} and "
+            f"{found.upper:.4f} with {1 - alpha:.0%} confidence each), {verb[outcome]} {side} {limit:g}"
+        )
+        return Finding(
+            rule=name,
+            required=self.required,
+            outcome=outcome,
+            sentence=sentence,
+            task=task,
+            metric=label,
+            unit=unit,
+            method="clustered t over documents",
+            n=len(totals),
+            candidate_value=found.estimate,
+            estimate=found.estimate,
+            lower=found.lower,
+            upper=found.upper,
+            confidence=1 - alpha,
+            margin=limit,
+        )

@@ -1,0 +1,183 @@
+"""Guards: what must hold before, and whatever, the scores say; each can fail a release on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.records import Finding
+from quanteval.rules._common import bare, first_non_finite, percent
+
+
+@dataclass(frozen=True)
+class SampleStatus:
+    """Limit the shares of errored, timed-out and truncated samples.
+
+    Errors are limited as they are; timeouts and truncations by how far the candidate's share exceeds
+    the baseline's, since a baseline has some of its own.
+    """
+
+    max_errors: float = 0.0
+    max_timeout_excess: float = 0.05
+    max_truncated_excess: float = 0.1
+    required: bool = True
+
+    is_quality = False
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return a finding for each task of the candidate."""
+        return _each_task(name, self.required, baseline, candidate, self._task)
+
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str]:
+        problems = []
+        errors = share(cand, "error")
+        if errors > self.max_errors:
+            problems.append(
+                f"{percent(errors)} of samples errored, at most {percent(self.max_errors)} may"
+            )
+        for status, limit in (
+            ("timeout", self.max_timeout_excess),
+            ("truncated", self.max_truncated_excess),
+        ):
+            mine, theirs = share(cand, status), share(base, status) if base else 0.0
+            if mine - theirs > limit:
+                problems.append(
+                    f"{percent(mine)} of samples were {status}, the baseline's {percent(theirs)}: "
+                    f"{percent(limit)} more are allowed"
+                )
+        n = len(cand.sample_ids)
+        good = (
+            f"{percent(errors)} errored, {percent(share(cand, 'timeout'))} timed out, "
+            f"{percent(share(cand, 'truncated'))} truncated (n={n})"
+        )
+        return not problems, "; ".join(problems) + f" (n={n})" if problems else good
+
+
+def share(scores: ScoreSet, status: str) -> float:
+    """Return the share of samples with a status."""
+    return scores.status.count(status) / len(scores.status) if scores.status else 0.0
+
+
+@dataclass(frozen=True)
+class OutputLength:
+    """Keep the mean number of output tokens within a band around the baseline's (as MLPerf does)."""
+
+    min_ratio: float = 0.8
+    max_ratio: float = 1.25
+    required: bool = False
+
+    is_quality = False
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return a finding for each task that generates."""
+        return _each_task(name, self.required, baseline, candidate, self._task)
+
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str] | None:
+        if base is None or base.output_tokens.sum() == 0:
+            return None
+        before, after = float(base.output_tokens.mean()), float(cand.output_tokens.mean())
+        ratio = after / before
+        good = self.min_ratio <= ratio <= self.max_ratio
+        return good, (
+            f"{before:.1f} -> {after:.1f} output tokens a sample (n={len(cand.sample_ids)}), ratio {ratio:.2f}, "
+            f"{'within' if good else 'outside'} {self.min_ratio:g} to {self.max_ratio:g}"
+        )
+
+
+@dataclass(frozen=True)
+class FiniteScores:
+    """No NaN and no infinity among the scores."""
+
+    required: bool = True
+
+    is_quality = False
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return a finding for each task of the candidate."""
+        return _each_task(name, self.required, baseline, candidate, self._task)
+
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str]:
+        bad = first_non_finite(cand)
+        if bad is None:
+            return True, f"all {len(cand.sample_ids)} scores are finite"
+        return False, f'sample "{bad}" has a score that is not finite'
+
+
+@dataclass(frozen=True)
+class EffectivePrecision:
+    """The scheme really ran: what the served model reports is what the scheme asks for.
+
+    `tolerance_bits` is what scales may add to a weight; `min_quantized` the share of the linear
+    weights that must be stored as asked.
+    """
+
+    tolerance_bits: float = 1.0
+    min_quantized: float = 0.95
+    required: bool = True
+
+    is_quality = False
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return one finding."""
+        artifact = candidate.artifact
+        if artifact is None or artifact.effective is None:
+            sentence = "what really ran is not recorded"
+            return [bare(name, required=self.required, outcome="invalid", sentence=sentence)]
+        asked, ran = artifact.precision, artifact.effective
+        bits = ran.linear_bits_per_weight
+        seen = (
+            f"{bits:.2f} bits a linear weight (asked {asked.weight_bits:g}), activations {ran.activation_bits:g} bits "
+            f"(asked {asked.activation_bits:g}), {percent(ran.quantized_fraction)} of linear weights quantized"
+        )
+        wrong = (
+            not asked.weight_bits <= bits + 1e-9 <= asked.weight_bits + self.tolerance_bits + 1e-9
+        )
+        wrong |= asked.quantized and ran.quantized_fraction < self.min_quantized
+        wrong |= ran.activation_bits > asked.activation_bits
+        sentence = f"{seen}: {'not what the scheme asks for' if wrong else 'as asked'}"
+        if ran.emulated:
+            sentence += f" (emulated: {ran.emulation})"
+        outcome = "reject" if wrong else "accept"
+        return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]  # type: ignore[arg-type]
+
+
+def _each_task(
+    name: str,
+    required: bool,
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    check: Callable[[ScoreSet | None, ScoreSet], tuple[bool, str] | None],
+) -> list[Finding]:
+    """Run a check on every task of the candidate; 'skipped' when it concerns none."""
+    findings = []
+    for task, scores in candidate.scores.items():
+        if not scores.sample_ids:
+            sentence = f"{task}: no samples"
+            findings.append(
+                bare(name, required=required, outcome="invalid", sentence=sentence, task=task)
+            )
+            continue
+        result = check(baseline.scores.get(task), scores)
+        if result is not None:
+            good, sentence = result
+            findings.append(
+                bare(
+                    name,
+                    required=required,
+                    outcome="accept" if good else "reject",
+                    sentence=f"{task}: {sentence}",
+                    task=task,
+                )
+            )
+    return findings or [
+        bare(name, required=required, outcome="skipped", sentence="no task it concerns was run")
+    ]

@@ -1,0 +1,176 @@
+"""Perplexity: is its rise over the baseline's shown to be within a ratio, or beyond it? Documents are the unit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from quanteval.interfaces import VariantEvidence
+from quanteval.records import Finding, Outcome
+from quanteval.rules._common import (
+    bare,
+    check_selection,
+    first_non_finite,
+    invalid,
+    pair,
+    percent,
+    select_tasks,
+)
+from quanteval.stats import bootstrap_ratio, log_perplexity_ratio
+
+MINIMUM_DOCUMENTS = 10
+
+
+@dataclass(frozen=True)
+class PerplexityRatio:
+    """Compare exp(sum NLL / sum tokens) of both variants by their ratio, documents resampled in pairs.
+
+    `max_ratio` is the margin, e.g. 1.02 for two per cent. The bounds are those of a paired bootstrap
+    over documents and of the clustered t interval, whichever is wider: the bootstrap alone is too
+    narrow with few documents. Fewer than 10 documents decide nothing.
+    """
+
+    max_ratio: float
+    task: str | None = None
+    kind: str | None = None
+    required: bool = True
+    alpha: float | None = None
+    max_missing: float = 0.0
+    resamples: int = 10_000
+    seed: int = 0
+
+    is_quality = True
+
+    def __post_init__(self) -> None:
+        check_selection(self.task, self.kind)
+        if self.max_ratio <= 1:
+            raise ValueError(f'max_ratio "{self.max_ratio}" must be above 1 (1.02 is two per cent)')
+
+    def check(
+        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+    ) -> list[Finding]:
+        """Return a finding for each task concerned."""
+        chosen = select_tasks(
+            name, required=self.required, task=self.task, kind=self.kind,
+            baseline=baseline, candidate=candidate,
+        )  # fmt: skip
+        if chosen.finding:
+            return [chosen.finding]
+        level = self.alpha if self.alpha is not None else alpha
+        return [self._check_task(name, task, baseline, candidate, level) for task in chosen.tasks]
+
+    def _check_task(
+        self,
+        name: str,
+        task: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        alpha: float,
+    ) -> Finding:
+        pairs = pair(task, baseline, candidate, self.max_missing)
+        if pairs.problem:
+            return invalid(name, required=self.required, task=task, problem=pairs.problem)
+        base, cand = baseline.scores[task], candidate.scores[task]
+        for evidence, scores in ((baseline, base), (candidate, cand)):
+            if bad := first_non_finite(scores):
+                problem = f'{evidence.name} has no finite likelihood for "{bad}"'
+                return invalid(name, required=self.required, task=task, problem=problem)
+        tokens = base.weight[pairs.baseline_rows]
+        if not np.array_equal(tokens, cand.weight[pairs.candidate_rows]):
+            problem = "the variants scored different numbers of tokens"
+            return invalid(name, required=self.required, task=task, problem=problem)
+        n = len(pairs.sample_ids)
+        if n < MINIMUM_DOCUMENTS:
+            sentence = (
+                f"{task}: {n} documents decide nothing, at least {MINIMUM_DOCUMENTS} are needed"
+            )
+            return bare(
+                name, required=self.required, outcome="inconclusive", sentence=sentence, task=task
+            )
+        x, y = base.value[pairs.baseline_rows], cand.value[pairs.candidate_rows]
+        cluster = log_perplexity_ratio(x, y, tokens, alpha)
+        bootstrap = bootstrap_ratio(y - x, tokens, alpha, resamples=self.resamples, seed=self.seed)
+        lower = math.exp(min(cluster.lower, bootstrap.lower))
+        upper = math.exp(max(cluster.upper, bootstrap.upper))
+        ratio = math.exp(cluster.estimate)
+        outcome: Outcome = "inconclusive"
+        if upper < self.max_ratio:
+            outcome = "accept"
+        elif lower > self.max_ratio:
+            outcome = "reject"
+        before, after = math.exp(x.sum() / tokens.sum()), math.exp(y.sum() / tokens.sum())
+        needed = _needed(cluster.se, n, cluster.estimate, math.log(self.max_ratio))
+        outlier = pairs.sample_ids[cluster.most_influential]
+        return Finding(
+            rule=name,
+            required=self.required,
+            outcome=outcome,
+            sentence=_sentence(
+                task,
+                n,
+                (before, after),
+                (ratio, lower, upper),
+                self.max_ratio,
+                alpha,
+                outcome,
+                needed,
+            ),
+            task=task,
+            metric="token perplexity",
+            unit="ratio",
+            method="paired bootstrap over documents and clustered t, the wider of both",
+            n=n,
+            baseline_value=before,
+            candidate_value=after,
+            estimate=ratio,
+            lower=lower,
+            upper=upper,
+            confidence=1 - alpha,
+            margin=self.max_ratio,
+            n_needed=needed if outcome == "inconclusive" else None,
+            regression_detected=lower > 1,
+            notes=[
+                f'most influential document "{outlier}": without it the ratio would be '
+                f"{math.exp(cluster.estimate - cluster.influence):.4f}"
+            ],
+        )
+
+
+def _needed(se: float, n: int, estimate: float, margin: float) -> int | None:
+    """Return the documents that decide with 80 % power if spread and estimate stay as seen."""
+    distance = abs(margin - estimate)
+    return (
+        None
+        if distance < 1e-9
+        else max(math.ceil((2.486 * se / distance) ** 2 * n), MINIMUM_DOCUMENTS)
+    )
+
+
+def _sentence(
+    task: str,
+    n: int,
+    values: tuple[float, float],
+    bounds: tuple[float, float, float],
+    margin: float,
+    alpha: float,
+    outcome: Outcome,
+    needed: int | None,
+) -> str:
+    ratio, lower, upper = bounds
+    sure = percent(1 - alpha)
+    seen = f"{task}: perplexity {values[0]:.2f} -> {values[1]:.2f} (n={n} documents), ratio {ratio:.3f}"
+    if outcome == "accept":
+        return (
+            f"{seen}, at most {upper:.3f} with {sure} confidence: within the margin of {margin:g}"
+        )
+    if outcome == "reject":
+        return (
+            f"{seen}, at least {lower:.3f} with {sure} confidence: beyond the margin of {margin:g}"
+        )
+    more = f", about {needed} documents would decide" if needed else ""
+    return (
+        f"{seen}, between {lower:.3f} and {upper:.3f} with {sure} confidence each: "
+        f"undecided at the margin of {margin:g}{more}"
+    )

@@ -1,0 +1,137 @@
+"""Ratio and mean over clusters: by hand, against scipy, against the jackknife, and in simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import t as student
+from scipy.stats import ttest_1samp
+
+from quanteval import stats
+
+
+class TestRatio:
+    def test_by_hand(self):
+        result = stats.clustered_ratio([2, 4, 9], [1, 2, 3])
+        assert result.estimate == 2.5
+        assert result.se == pytest.approx(math.sqrt(1.5 * 3.5) / 6)
+        assert (result.df, result.clusters) == (2, 3)
+        reach = student.ppf(0.95, 2) * result.se
+        assert (result.lower, result.upper) == pytest.approx((2.5 - reach, 2.5 + reach))
+        # without the last cluster: 6/3 = 2
+        assert (result.most_influential, result.influence) == (2, 0.5)
+
+    def test_equal_weights_are_the_one_sample_t_test(self):
+        d = np.array([0.0, 0.1, -0.1, 0.2, 0.0, 0.0, 0.3, -0.2, 0.1, 0.0])
+        result = stats.cluster_mean(d)
+        wanted = ttest_1samp(d, 0.1, alternative="less")
+        assert result.p_at_least(0.1) == pytest.approx(wanted.pvalue, abs=1e-12)
+        assert result.upper == pytest.approx(wanted.confidence_interval(0.95).high)
+        assert (result.estimate, result.se) == pytest.approx((0.04, 0.0452155332208))
+
+    def test_close_to_the_jackknife(self):
+        rng = np.random.default_rng(5)
+        weights = rng.integers(200, 2000, size=150).astype(float)
+        totals = weights * 0.01 + rng.normal(0, 4, size=150)
+        without = (totals.sum() - totals) / (weights.sum() - weights)
+        jackknife = math.sqrt(149 / 150 * np.sum((without - without.mean()) ** 2))
+        assert stats.clustered_ratio(totals, weights).se == pytest.approx(jackknife, rel=0.02)
+
+    def test_log_perplexity_ratio(self):
+        base, tokens = np.array([250.0, 400.0, 90.0]), np.array([100, 160, 40])
+        result = stats.log_perplexity_ratio(base, base + np.array([1.0, 2.0, 0.2]), tokens)
+        assert result.estimate == pytest.approx(3.2 / 300)
+        ppl = np.exp((base.sum() + 3.2) / 300) / np.exp(base.sum() / 300)
+        assert math.exp(result.estimate) == pytest.approx(ppl)
+
+    @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(1, 999)), min_size=2, max_size=30))
+    def test_units_and_order_of_documents_do_not_matter(self, documents):
+        totals, weights = (np.array(x, dtype=float) for x in zip(*documents, strict=True))
+        result = stats.clustered_ratio(totals, weights)
+        scaled = stats.clustered_ratio(totals[::-1] * 8, weights[::-1] * 2)
+        assert scaled.estimate == pytest.approx(4 * result.estimate, abs=1e-9)
+        assert scaled.se == pytest.approx(4 * result.se, rel=1e-6, abs=1e-9)
+        assert result.lower <= result.estimate <= result.upper
+
+    def test_equal_documents_leave_no_spread(self):
+        result = stats.clustered_ratio([0.1, 0.2, 0.3], [1, 2, 3])
+        assert result.se == 0.0
+        assert result.lower == result.upper == result.estimate
+        assert [result.p_at_least(m) for m in (0.05, result.estimate, 0.2)] == [1.0, 0.5, 0.0]
+
+    def test_token_errors_would_be_too_small(self):
+        rng = np.random.default_rng(2)
+        tokens = [rng.normal(rng.normal(0.01, 0.02), 0.25, size=1000) for _ in range(60)]
+        per_token = np.concatenate(tokens)
+        naive = per_token.std() / math.sqrt(per_token.size)
+        clustered = stats.clustered_ratio([t.sum() for t in tokens], [t.size for t in tokens]).se
+        assert clustered > 1.8 * naive
+
+    def test_cluster_sums(self):
+        sums, sizes = stats.cluster_sums([1.0, 2.0, 4.0, 8.0], ["b", "a", "b", "c"])
+        assert sums.tolist() == [5.0, 2.0, 8.0]
+        assert sizes.tolist() == [2.0, 1.0, 1.0]
+
+    @pytest.mark.parametrize(
+        ("totals", "weights", "message"),
+        [
+            ([], [], "holds 0 values; at least 2"),
+            ([1.0], [1.0], "at least 2"),
+            ([1.0, math.nan], [1, 1], "'totals' is 'nan' at index 1"),
+            ([1.0, 2.0], [1, 0], "'weights' is '0.0' at index 1"),
+            ([1.0, 2.0], [1, 2, 3], "must be paired"),
+        ],
+    )
+    def test_bad_input_is_named(self, totals, weights, message):
+        for function in (stats.clustered_ratio, stats.bootstrap_ratio):
+            with pytest.raises(ValueError, match=message):
+                function(totals, weights)
+
+    def test_labels_must_match(self):
+        with pytest.raises(ValueError, match="one label a value"):
+            stats.cluster_sums([1.0, 2.0], ["a"])
+
+
+class TestBootstrap:
+    def test_all_resamples_of_two_clusters(self):
+        result = stats.bootstrap_ratio([0.0, 1.0], [1.0, 1.0], alpha=0.2)
+        # a quarter of the resamples gives 0, half 1/2, a quarter 1
+        assert (result.lower, result.upper) == (0.0, 1.0)
+        inner = stats.bootstrap_ratio([0.0, 1.0], [1.0, 1.0], alpha=0.3)
+        assert (inner.lower, inner.upper) == (0.5, 0.5)
+
+    def test_agrees_with_the_t_bounds_on_many_clusters(self):
+        rng = np.random.default_rng(9)
+        weights = rng.integers(100, 400, size=300)
+        totals = rng.normal(0.02, 0.3, size=300) * weights
+        boot, t = stats.bootstrap_ratio(totals, weights), stats.clustered_ratio(totals, weights)
+        assert boot.estimate == pytest.approx(t.estimate)
+        assert boot.upper - boot.estimate == pytest.approx(t.upper - t.estimate, rel=0.06)
+
+    def test_seed_decides(self):
+        rng = np.random.default_rng(1)
+        data = rng.normal(size=40), np.ones(40)
+        assert stats.bootstrap_ratio(*data, seed=4) == stats.bootstrap_ratio(*data, seed=4)
+        assert stats.bootstrap_ratio(*data, seed=4) != stats.bootstrap_ratio(*data, seed=5)
+
+    def test_blocks_cover_every_resample(self):
+        data = np.random.default_rng(1).normal(size=3000)
+        result = stats.bootstrap_ratio(data, np.ones(3000), resamples=3000)
+        assert result.upper - result.estimate == pytest.approx(1.645 / math.sqrt(3000), rel=0.1)
+
+    def test_too_few_resamples(self):
+        with pytest.raises(ValueError, match="resamples is '10'"):
+            stats.bootstrap_ratio([1.0, 2.0], [1, 1], resamples=10)
+
+
+@pytest.mark.slow
+def test_level_of_the_perplexity_bound_in_simulation():
+    rng = np.random.default_rng(21)
+    wrong = 0
+    for _ in range(3000):
+        weights = rng.integers(300, 3000, size=40).astype(float)
+        totals = weights * rng.normal(0.01, 0.01, size=40) + rng.normal(0, 0.25 * np.sqrt(weights))
+        wrong += stats.clustered_ratio(totals, weights).upper < 0.01
+    assert 0.035 <= wrong / 3000 <= 0.07
