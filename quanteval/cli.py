@@ -357,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
         "quanteval show scheme nf4_bnb",
     )
     show.add_argument(
-        "what", help="scheme, engine, task, bench, gate, model, experiment, schema or run"
+        "what", help="scheme, engine, task, bench, gate, models, experiment, schema or run"
     )
     show.add_argument("name", nargs="?", default="", help="which one")
 

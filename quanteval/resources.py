@@ -12,7 +12,7 @@ TASK_PATH_VARIABLE = "QUANTEVAL_TASK_PATH"
 
 # What `ls` lists, and the conf/ group behind each ('task' and 'run' lie elsewhere).
 GROUPS = {
-    "models": "model",
+    "models": "models",
     "schemes": "scheme",
     "engines": "engine",
     "tasks": "task",

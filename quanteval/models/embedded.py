@@ -16,7 +16,7 @@ from quanteval.store import file_lock, file_sha256
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """Where the file comes from; the fields of conf/model/<name>.yaml."""
+    """Where the file comes from; the fields of conf/models/<name>.yaml."""
 
     package: str
     version: str

@@ -54,12 +54,12 @@ def classify(name: str, gguf_file: str | None = None) -> ModelName:
         if path.suffix != ".gguf":
             raise ConfigError(f'model "{name}" is a file but not a .gguf file')
         return ModelName("gguf", name, path.resolve())
-    if name in presets("model"):
+    if name in presets("models"):
         return ModelName("preset", name)
     if HUB_ID.match(name) and not name.startswith((".", "/", "~")):
         return ModelName("hub", name)
     raise ConfigError(
-        f'model "{name}" is no folder, GGUF file, preset or hub id (org/name); {near(name, presets("model"))}'
+        f'model "{name}" is no folder, GGUF file, preset or hub id (org/name); {near(name, presets("models"))}'
     )
 
 
@@ -100,7 +100,7 @@ def resolve_model(
 
 
 def _read_preset(name: str) -> EmbeddedModel:
-    node = yaml.safe_load(presets("model")[name].read_text(encoding="utf-8"))
+    node = yaml.safe_load(presets("models")[name].read_text(encoding="utf-8"))
     return EmbeddedModel(**node)
 
 

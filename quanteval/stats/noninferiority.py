@@ -6,6 +6,7 @@ is policy and is decided elsewhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,8 @@ def absolute_loss(
     """
     base, var = finite_vector("baseline", baseline), finite_vector("variant", variant)
     same_length("baseline", base, "variant", var)
+    if not math.isfinite(margin):
+        raise ValueError(f"margin is '{margin}'; it must be finite")
     level_alpha(alpha)
     level_alpha(reject_alpha)
     d = base - var

@@ -83,7 +83,9 @@ def test_a_second_run_reuses_and_a_changed_option_redoes_what_depends_on_it(plac
     assert quanteval(cwd, *more).returncode == 0
     (other,) = (p.parent for p in cwd.glob("outputs/*/manifest.json") if p.parent != run.path)
     after = stages(RunDirectory(other), "bf16")
-    assert {k: after[k] for k in before["bf16"]} == before["bf16"]
+    # Serving again for the new task reads the model back again; what was measured stays.
+    kept = ("bench", "task:pydoc")
+    assert {k: after[k] for k in kept} == {k: before["bf16"][k] for k in kept}
     assert "task:pyeasy" in after
     result = RunDirectory(other).variant("bf16").load_result()
     assert result.stages["task:pydoc"].reused_from == str(run.variant("bf16").path)

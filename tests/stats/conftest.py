@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("statistics", deadline=None, max_examples=3000)
+settings.register_profile("statistics", deadline=None)
 settings.load_profile("statistics")

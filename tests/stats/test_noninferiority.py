@@ -99,6 +99,7 @@ class TestAbsolute:
             ([0.5], [1.0], {"method": "exact"}, "scores of 0 and 1"),
             ([1.0], [1.0], {"method": "bayes"}, "'bayes'"),
             ([1.0], [1.0], {"alpha": 0.0}, "alpha"),
+            ([1.0, 2.0], [1.0, 2.0], {"method": "t", "margin": math.nan}, "margin is 'nan'"),
         ],
     )
     def test_bad_input_is_named(self, base, var, options, message):
