@@ -99,7 +99,14 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, model: Any, eos: frozenset[int], *, rows: int, cache_tokens: int, page_tokens: int
+        self,
+        model: Any,
+        eos: frozenset[int],
+        *,
+        rows: int,
+        cache_tokens: int,
+        page_tokens: int,
+        step_tokens: int,
     ) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -112,6 +119,7 @@ class ContinuousBatcher:
         blocks = -(-cache_tokens // page_tokens) + 1
         on_cpu = model.device.type == "cpu"
         self._cache_tokens = cache_tokens
+        self._step_tokens = min(step_tokens, cache_tokens)
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(
                 do_sample=False, max_new_tokens=1, eos_token_id=sorted(eos) or -1, pad_token_id=0
@@ -119,7 +127,7 @@ class ContinuousBatcher:
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=page_tokens,
                 num_blocks=blocks,
-                max_batch_tokens=cache_tokens,
+                max_batch_tokens=self._step_tokens,
                 max_requests_per_batch=rows,
                 allow_block_sharing=False,
                 use_async_batching=False,
@@ -137,7 +145,7 @@ class ContinuousBatcher:
         """What runs, and its limits."""
         return (
             f"continuous (transformers, {self._attention}), at most {self._rows} rows, "
-            f"{self._cache_tokens} cache tokens, no prefix sharing"
+            f"{self._cache_tokens} cache tokens, {self._step_tokens} tokens a step, no prefix sharing"
         )
 
     @property

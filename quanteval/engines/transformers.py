@@ -25,10 +25,11 @@ class TransformersEngine:
     max_batch_rows: int = 8
     kv_cache_tokens: int = 8192
     page_tokens: int = 64
+    step_tokens: int = 1024
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_rows", "kv_cache_tokens", "page_tokens"):
+        for name in ("max_batch_rows", "kv_cache_tokens", "page_tokens", "step_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} "{getattr(self, name)}" must be at least 1')
 

@@ -48,6 +48,8 @@ class Limits(Protocol):
     @property
     def page_tokens(self) -> int: ...  # noqa: D102
     @property
+    def step_tokens(self) -> int: ...  # noqa: D102
+    @property
     def max_context(self) -> int | None: ...  # noqa: D102
 
 
@@ -72,6 +74,7 @@ class Batchers:
                 rows=rows,
                 cache_tokens=self._limits.kv_cache_tokens,
                 page_tokens=self._limits.page_tokens,
+                step_tokens=self._limits.step_tokens,
             )
         except Exception as error:
             if self._limits.batching == "continuous":

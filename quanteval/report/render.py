@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from quanteval.report.table import QUALITY, SIZE, SPEED, VERDICT, Cell, Column, Row, Table
-from quanteval.report.text import line, markdown, megabytes, milliseconds, number
-
-WIDTH = 100
+from quanteval.report.text import WIDTH, line, markdown, megabytes, milliseconds, number, wrap
 
 
 def cell_text(cell: Cell | None, kind: str, *, detail: bool = True) -> str:
@@ -157,11 +155,11 @@ def render_terminal(table: Table) -> str:
     out += _block(VERDICT, rows)
     for row in table.rows:
         if row.status != "ok":
-            out += _wrap(f"{line(row.variant)} is {row.status}: {line(row.reason)}")
+            out += wrap(f"{line(row.variant)} is {row.status}: {line(row.reason)}")
     out.append("")
     for key in ("model", "device", "threads", "batching"):
         if key in table.facts:
-            out += _wrap(f"{key}: {line(table.facts[key])}")
+            out += wrap(f"{key}: {line(table.facts[key])}")
     return "\n".join(out)
 
 
@@ -195,18 +193,6 @@ def _block(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
             if len(widths) > 2:
                 rest = tuple(text.rjust(widths[start + i]) for i, text in enumerate(rest))
             cells = [row[0].ljust(widths[0]), *rest]
-            out += _wrap("  " + "  ".join(cells).rstrip(), indent=4 + widths[0])
+            out += wrap("  " + "  ".join(cells).rstrip(), indent=4 + widths[0])
         start = end
     return out
-
-
-def _wrap(text: str, indent: int = 2) -> list[str]:
-    """Break a line at spaces so that none is longer than the width."""
-    out = []
-    while len(text) > WIDTH:
-        cut = text.rfind(" ", indent + 1, WIDTH + 1)
-        if cut <= indent:
-            cut = WIDTH
-        out.append(text[:cut].rstrip())
-        text = " " * indent + text[cut:].lstrip()
-    return [*out, text]

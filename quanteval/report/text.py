@@ -5,6 +5,20 @@ from __future__ import annotations
 import math
 import unicodedata
 
+WIDTH = 100
+
+
+def wrap(text: str, indent: int = 2) -> list[str]:
+    """Break a line at spaces so that none is longer than the width; the rest is indented."""
+    out = []
+    while len(text) > WIDTH:
+        cut = text.rfind(" ", indent + 1, WIDTH + 1)
+        if cut <= indent:
+            cut = WIDTH
+        out.append(text[:cut].rstrip())
+        text = " " * indent + text[cut:].lstrip()
+    return [*out, text]
+
 
 def plain(text: str) -> str:
     """Return text without control, format and surrogate characters: they can move a terminal's cursor."""

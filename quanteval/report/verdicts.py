@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 from quanteval.records import Finding, Verdict
 from quanteval.report.table import finding_rows
-from quanteval.report.text import line, markdown
+from quanteval.report.text import line, markdown, wrap
 
 MARKS = {"accept": "+", "reject": "x", "inconclusive": "?", "invalid": "!", "skipped": "-"}
 
 
 def verdict_text(verdict: Verdict) -> str:
     """Return a verdict with a line for each finding."""
-    head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {verdict.outcome.upper().replace('_', ' ')}"
-    lines = [f"{head} (policy {line(verdict.policy_name)})", f"  {line(verdict.reason)}"]
-    lines += [
-        f"  {_mark(finding)} {finding.rule}: {line(finding.sentence)}"
-        for finding in finding_rows(verdict)
-    ]
+    outcome = verdict.outcome.upper().replace("_", " ")
+    head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {outcome}"
+    lines = [f"{head} (policy {line(verdict.policy_name)})", *wrap(f"  {line(verdict.reason)}", 2)]
+    for finding in finding_rows(verdict):
+        lines += wrap(f"  {_mark(finding):3} {finding.rule}: {line(finding.sentence)}", 6)
     return "\n".join(lines)
 
 
