@@ -114,8 +114,11 @@ def _run(arguments: list[str]) -> int:
         cells.append(outcome)
         _show_run(outcome, as_json)
 
-    launch(arguments, job)
-    return 0 if all(cell.complete for cell in cells) else 1
+    errors = launch(arguments, job)
+    for error in errors:
+        _say_error(str(error))
+    incomplete = not all(cell.complete for cell in cells)
+    return max([int(incomplete), *(error.exit_code for error in errors)])
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from quanteval.errors import ConfigError, QuantevalError
 from quanteval.gate import load_policy
 from quanteval.interfaces import Scheme
-from quanteval.resources import resource_dir, task_folders
+from quanteval.resources import presets, resource_dir, task_folders
 from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
 from quanteval.targets import DEFAULT_PREFIXES, build, near
 
@@ -97,17 +97,23 @@ def load_task_node(folder: Path) -> dict[str, Any]:
     return {**node, "folder": str(folder)}
 
 
-def launch(arguments: Sequence[str], job: Callable[[RunPlan], None]) -> None:
+def launch(arguments: Sequence[str], job: Callable[[RunPlan], None]) -> list[QuantevalError]:
     """Hand the arguments to Hydra, which calls `job` with a plan: once, or once a cell with -m.
 
-    Raises ConfigError for what Hydra itself refuses.
+    Returns the errors of cells, so that one does not keep the others of a sweep from running. Raises
+    ConfigError for what Hydra itself refuses.
     """
     register()
     # With this set Hydra lets exceptions through, instead of printing them and ending the process.
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
+    errors: list[QuantevalError] = []
+
     def task(cfg: DictConfig) -> None:
-        job(make_plan(cfg))
+        try:
+            job(make_plan(cfg))
+        except QuantevalError as error:
+            errors.append(error)
 
     before = sys.argv
     sys.argv = ["quanteval run", *arguments]
@@ -119,6 +125,7 @@ def launch(arguments: Sequence[str], job: Callable[[RunPlan], None]) -> None:
         raise ConfigError(_hydra_line(error)) from None
     finally:
         sys.argv = before
+    return errors
 
 
 def _hydra_line(error: Exception) -> str:
@@ -156,6 +163,8 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
     prefixes = (*DEFAULT_PREFIXES, *config.trust.targets)
     attempt = _Attempts(collect)
 
+    plain["scheme"] = attempt(lambda: _chosen(plain["scheme"], "scheme", presets("scheme"))) or {}
+    plain["task"] = attempt(lambda: _chosen(plain["task"], "task", task_folders())) or {}
     schemes = _components(plain["scheme"], "scheme", prefixes, Scheme, attempt)
     tasks = _components(plain["task"], "task", prefixes, None, attempt)
     engine = attempt(lambda: _component(plain["engine"], "engine", prefixes))
@@ -203,6 +212,14 @@ def _raiser(message: str) -> Callable[[], None]:
         raise ConfigError(message)
 
     return step
+
+
+def _chosen(nodes: Mapping[str, Any], group: str, known: Mapping[str, object]) -> dict[str, Any]:
+    """Drop what an experiment adjusts but the command line did not choose (it has no target)."""
+    for name, node in nodes.items():
+        if "_target_" not in node and name not in known:
+            raise ConfigError(f'no {group} "{name}"; {near(name, known)}')
+    return {name: node for name, node in nodes.items() if "_target_" in node}
 
 
 def _component(node: Mapping[str, Any], where: str, prefixes: Sequence[str]) -> Component[Any]:

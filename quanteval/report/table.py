@@ -79,7 +79,7 @@ FIXED = (
     Column("tpot_p95", "TPOT p95 ms", "seconds", SPEED),
     Column("tps_1", "tok/s, 1 stream", "rate", SPEED, "output tokens/s of the median stream, first token left out"),
     Column("tps_1_ratio", "ratio", "ratio", SPEED, "relative to the baseline's"),
-    Column("tps_best", "tok/s, best load", "rate", SPEED, "output tokens/s of all streams, steady, at the concurrency named"),
+    Column("tps_best", "tok/s, best load", "rate", SPEED, "output tokens/s, all streams, at the concurrency named"),
     Column("tps_best_ratio", "ratio", "ratio", SPEED, "relative to the baseline's"),
 )  # fmt: skip
 

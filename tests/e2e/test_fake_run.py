@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from quanteval.records import VariantResult
+from quanteval.records import Score, VariantResult
 from quanteval.store import RunDirectory, read_journal
-from quanteval.records import Score
 
 COMMON = ["engine=fake", "bench=none", "gate=smoke", "runtime.threads=1"]
 
@@ -207,6 +206,7 @@ def test_a_sweep_runs_every_cell(place):
         (["run", "scheme.bf16._target_=os.system"], "not allowed"),
         (["run", "task.pydoc.limit=-1"], "limit"),
         (["run", "runtime.threads=0"], "threads"),
+        (["run", "+task.pydocs.limit=3"], 'did you mean "pydoc"'),
         (["gate", "nowhere"], "nowhere"),
         (["gate"], "--baseline"),
         (["show", "scheme", "nf5"], "nf5"),

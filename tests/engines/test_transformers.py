@@ -169,7 +169,14 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(session):
         assert np.array_equal(alone, logprobs)
 
 
-@pytest.mark.parametrize(("ids", "first", "says"), [((1,), 1, "cannot be scored"), ((1, 2), 0, "cannot be scored"), (tuple(range(5)) * 200, 1, "more than the 512")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ids", "first", "says"),
+    [
+        ((1,), 1, "cannot be scored"),
+        ((1, 2), 0, "cannot be scored"),
+        (tuple(range(5)) * 200, 1, "more than the 512"),
+    ],
+)
 def test_what_cannot_be_scored_is_named(session, ids, first, says):
     with pytest.raises(EngineError, match=f'"bad".*{says}'):
         list(session.loglikelihood([ScoreRequest("bad", ids, first)]))

@@ -56,7 +56,7 @@ def test_folders_and_files_that_are_no_models(tmp_path):
     with pytest.raises(ConfigError, match=r"without config\.json"):
         classify(str(tmp_path))
     (tmp_path / "x.bin").write_bytes(b"")
-    with pytest.raises(ConfigError, match="not a .gguf file"):
+    with pytest.raises(ConfigError, match=r"not a \.gguf file"):
         classify(str(tmp_path / "x.bin"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="only pickled weights"):
