@@ -7,6 +7,7 @@ from functools import partial
 
 from quanteval.config import compose, make_plan
 from quanteval.errors import QuantevalError
+from quanteval.interfaces import ModelSource
 from quanteval.models import classify, resolve_model
 from quanteval.runplan import RunPlan
 
@@ -49,8 +50,16 @@ def _task(plan: RunPlan, name: str) -> str:
 
 def _scheme(plan: RunPlan, name: str) -> str:
     """Check shapes too where the model is already a local folder."""
-    scheme, device = plan.variants[name].object, plan.engine.object.device
-    known = classify(plan.model.name, plan.model.gguf_file)
-    scheme.check(resolve_model(plan.model.name) if known.kind == "folder" else None, device)
+    device = plan.engine.object.device
+    plan.variants[name].object.check(_local_source(plan), device)
     role = "baseline" if name == plan.baseline else "candidate"
     return f"can run on {device} ({role})"
+
+
+def _local_source(plan: RunPlan) -> ModelSource | None:
+    """Return the model when it is a folder here; None also for a name that means nothing (said once)."""
+    try:
+        known = classify(plan.model.name, plan.model.gguf_file)
+    except QuantevalError:
+        return None
+    return resolve_model(plan.model.name) if known.kind == "folder" else None

@@ -233,7 +233,9 @@ class _Evaluation:
     def _with_phases(self, memory: MemoryUse) -> MemoryUse:
         update: dict[str, Any] = {"phase_peak_bytes": dict(self.peaks)}
         if memory.device == "cpu":
-            peak = max([memory.process_peak_bytes, *self.peaks.values()])
+            # Loading has a peak of its own (source weights, repacking) that serving never sees again.
+            serving = [peak for phase, peak in self.peaks.items() if phase != "load"]
+            peak = max([memory.process_peak_bytes, *serving])
             parts = (
                 memory.before_load_bytes
                 + memory.weights_bytes

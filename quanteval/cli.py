@@ -212,11 +212,18 @@ def _publish_verdicts(parsed: argparse.Namespace, verdicts: Sequence[Verdict]) -
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    from quanteval.judge import find_run
+    from quanteval.judge import details, find_run, publish
     from quanteval.judge import report as make_report
     from quanteval.report import render_csv, render_json, render_markdown, render_terminal
 
-    table = make_report(find_run(parsed.run))
+    run = find_run(parsed.run)
+    table = make_report(run)
+    if parsed.details:
+        print(details(run), end="")
+        return 0
+    if parsed.publish:
+        print(f"published: {publish(run, parsed.publish)}")
+        return 0
     renderers: dict[str, Callable[[Any], str]] = {
         "text": render_terminal,
         "md": render_markdown,
@@ -337,6 +344,14 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", help="run directory, run id under outputs/, or 'latest'")
     report.add_argument("--format", choices=("text", "md", "csv", "json"), default="text")
     report.add_argument("--json", action="store_true", help="the same as --format json")
+    report.add_argument(
+        "--publish", metavar="NAME", help="write tables and verdicts to results/NAME/"
+    )
+    report.add_argument(
+        "--details",
+        action="store_true",
+        help="latency by load point and prompt length, memory by part (Markdown)",
+    )
 
     compare = verb(
         "compare",

@@ -130,6 +130,11 @@ def launch(arguments: Sequence[str], job: Callable[[RunPlan], None]) -> list[Qua
 
 def _hydra_line(error: Exception) -> str:
     """Return the telling lines of Hydra's message as one."""
+    missing = getattr(error, "missing_cfg_file", None)
+    if isinstance(missing, str) and "/" in missing:
+        group, _, name = missing.removesuffix(".yaml").rpartition("/")
+        known: Mapping[str, object] = task_folders() if group == "task" else presets(group)
+        return f'no {group} "{name}"; {near(name, known)}'
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     kept = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,20 @@ from quanteval.errors import ConfigError, EvidenceError, RecordError
 from quanteval.gate import Policy, decide, load_policy
 from quanteval.interfaces import VariantEvidence
 from quanteval.records import Score, Verdict
-from quanteval.report import Table, build_table, render_csv, render_json, render_markdown
+from quanteval.report import (
+    Table,
+    build_table,
+    details_markdown,
+    render_csv,
+    render_json,
+    render_markdown,
+)
 from quanteval.resources import preset
 from quanteval.store import RunDirectory, load_evidence, read_journal, write_atomic, write_record
 from quanteval.targets import DEFAULT_PREFIXES, near
 
 OUTPUTS = Path("outputs")
+RESULTS = Path("results")
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,30 @@ def store_verdicts(run: RunDirectory, verdicts: Sequence[Verdict]) -> None:
 
 def report(run: RunDirectory) -> Table:
     """Write a run's table.md, table.csv and table.json from its records, and return the table."""
-    table = build_table(run.load_manifest(), load_run(run), run.load_verdicts())
-    for name, render in (("md", render_markdown), ("csv", render_csv), ("json", render_json)):
-        write_atomic(run.path / f"table.{name}", render(table))
+    variants = load_run(run)
+    table = build_table(run.load_manifest(), variants, run.load_verdicts())
+    write_atomic(run.path / "table.md", render_markdown(table) + "\n" + details_markdown(variants))
+    write_atomic(run.path / "table.csv", render_csv(table))
+    write_atomic(run.path / "table.json", render_json(table))
     return table
+
+
+def details(run: RunDirectory) -> str:
+    """Return a run's latency by load point and bucket, and its memory by part, as Markdown."""
+    return details_markdown(load_run(run))
+
+
+def publish(run: RunDirectory, name: str, root: Path = RESULTS) -> Path:
+    """Write a run's tables and verdicts to results/<name>/ and return that folder.
+
+    Raises ConfigError for a name that is not one.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ConfigError(f'"{name}" cannot name a folder: use letters, digits, ".", "_" and "-"')
+    report(run)
+    folder = root / name
+    for file in ("table.md", "table.csv", "table.json"):
+        write_atomic(folder / file, (run.path / file).read_bytes())
+    for verdict in run.load_verdicts():
+        write_record(folder / "verdicts" / f"{verdict.candidate}.json", verdict)
+    return folder

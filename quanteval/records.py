@@ -140,7 +140,7 @@ class MemoryUse(Record):
     activation_peak_bytes: int
     activation_peak_how: str
     process_peak_bytes: int
-    """CPU: highest VmHWM of the phases. CUDA: peak reserved by the allocator."""
+    """While serving (warm-up and bench). CPU: highest VmHWM. CUDA: peak reserved by the allocator."""
     unaccounted_bytes: int
     """process_peak - (before_load + weights + kv_cache + activation_peak); negative when parts never coincided."""
     phase_peak_bytes: dict[str, int] = Field(default_factory=dict)

@@ -175,12 +175,13 @@ def test_gate_report_and_compare_read_what_is_stored(installed, place, run):
 
 def test_joining_runs_made_apart_needs_equal_conditions(installed, place, run):
     done = quanteval(
-        installed, place, "run", "experiment=smoke", "runtime.threads=1", "scheme=[fp16]", "task=[pydoc]",
-        "task.pydoc.limit=12", "bench=none",
+        installed, place, "run", "experiment=smoke", "runtime.threads=1", "scheme=[fp32]", "task=[pydoc]",
+        "task.pydoc.limit=10", "task.pydoc.max_tokens_per_document=64", "bench=none",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     joined = quanteval(
-        installed, place, "gate", "--baseline", f"{run.path}:bf16", "--candidate", "latest:fp16"
+        installed, place, "gate", "--baseline", f"{run.path}:bf16", "--candidate", "latest:fp32"
     )
     assert joined.returncode == 5
     assert "threads" in joined.stdout
+    assert "max_tokens_per_document" in joined.stdout
