@@ -180,15 +180,14 @@ def _show_run(outcome: RunOutcome, as_json: bool) -> None:
 
 def _gate(parsed: argparse.Namespace) -> int:
     from quanteval.gate import exit_code, worst
-    from quanteval.judge import gate_pair, gate_run, read_policy
+    from quanteval.judge import gate_pair, gate_run
 
-    policy = read_policy(parsed.policy) if parsed.policy else None
     if parsed.run:
         if parsed.baseline:
             raise ConfigError("--baseline goes with --candidate RUN[:variant], not with a run")
-        verdicts = gate_run(parsed.run, policy, parsed.candidate)
+        verdicts = gate_run(parsed.run, parsed.policy, parsed.candidate)
     elif parsed.baseline and parsed.candidate:
-        verdicts = [gate_pair(parsed.baseline, parsed.candidate, policy)]
+        verdicts = [gate_pair(parsed.baseline, parsed.candidate, parsed.policy)]
     else:
         raise ConfigError(
             "gate needs a run, or both --baseline RUN[:variant] and --candidate RUN[:variant]"

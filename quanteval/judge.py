@@ -85,25 +85,25 @@ def outputs_of(variant: StoredVariant) -> list[Score]:
     ]
 
 
-def read_policy(name: str) -> Policy:
+def read_policy(name: str, prefixes: Sequence[str] = DEFAULT_PREFIXES) -> Policy:
     """Read a policy file, or a preset of conf/gate by its name."""
     path = Path(name)
-    return load_policy(
-        path if path.suffix in (".yaml", ".yml") or path.exists() else preset("gate", name)
-    )
+    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    return load_policy(path if is_file else preset("gate", name), prefixes=prefixes)
 
 
-def stored_policy(run: RunDirectory) -> Policy:
-    """Return the policy a run was started with."""
+def policy_of(run: RunDirectory, name: str | None = None) -> Policy:
+    """Return the policy named, or the one a run was started with; the run's trusted prefixes hold for both."""
     manifest = run.load_manifest()
     extra = (manifest.config.get("trust") or {}).get("targets") or []
-    return load_policy(manifest.policy, prefixes=(*DEFAULT_PREFIXES, *extra))
+    prefixes = (*DEFAULT_PREFIXES, *extra)
+    return read_policy(name, prefixes) if name else load_policy(manifest.policy, prefixes=prefixes)
 
 
-def gate_run(name: str, policy: Policy | None, candidate: str | None) -> list[Verdict]:
+def gate_run(name: str, policy: str | None, candidate: str | None) -> list[Verdict]:
     """Gate a stored run's candidates, or the one named, against its baseline; nothing is written."""
     run = find_run(name)
-    return judge(run, policy or stored_policy(run), candidate)
+    return judge(run, policy_of(run, policy), candidate)
 
 
 def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> list[Verdict]:
@@ -129,11 +129,11 @@ def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> li
     return [decide(policy, baseline, load_evidence(run, variant), tasks=tasks) for variant in names]
 
 
-def gate_pair(baseline: str, candidate: str, policy: Policy | None) -> Verdict:
+def gate_pair(baseline: str, candidate: str, policy: str | None) -> Verdict:
     """Gate a variant of one run against a variant of another, when their conditions allow it."""
     first, second = find_variant(baseline), find_variant(candidate, last=True)
     tasks = tuple(second.run.load_manifest().tasks)
-    return decide(policy or stored_policy(second.run), first.evidence, second.evidence, tasks=tasks)
+    return decide(policy_of(second.run, policy), first.evidence, second.evidence, tasks=tasks)
 
 
 def load_run(run: RunDirectory) -> list[VariantEvidence]:

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -185,3 +187,31 @@ def test_joining_runs_made_apart_needs_equal_conditions(installed, place, run):
     assert joined.returncode == 5
     assert "threads" in joined.stdout
     assert "max_tokens_per_document" in joined.stdout
+
+
+def readme_commands() -> list[list[str]]:
+    """Return the quanteval commands of README's shell blocks."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    lines = [
+        line for block in blocks for line in block.splitlines() if line.startswith("quanteval ")
+    ]
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def test_the_commands_of_the_readme_work(installed, place, run):
+    """Runs are composed and built (`check`), or are the smoke run itself; everything else is executed."""
+    commands = readme_commands()
+    assert len(commands) > 10
+    for command in commands:
+        if command == ["run", "experiment=smoke"]:
+            continue
+        arguments = [part.replace("latest", str(run.path)) for part in command]
+        if command[0] == "run":
+            # Of a sweep the first cell.
+            cells = [re.sub(r"\],\[.*", "]", part) for part in command[1:] if part != "-m"]
+            arguments = ["check", *cells]
+        done = quanteval(installed, place, *arguments)
+        allowed = (0, 3, 4) if command[0] == "gate" else (0,)
+        assert done.returncode in allowed, (command, done.stderr)
+        assert done.stdout.strip(), command
