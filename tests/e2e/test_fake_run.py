@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quanteval.records import Score, VariantResult
-from quanteval.store import RunDirectory, read_journal
+from quanteval.store import RunDirectory, file_lock, read_journal
 
 COMMON = ["engine=fake", "bench=none", "gate=smoke", "runtime.threads=1"]
 
@@ -122,6 +122,43 @@ def test_a_killed_run_goes_on_where_it_was(place):
     assert journal.read_bytes().startswith(whole)
     ids = [score.sample_id for score in read_journal(journal, Score)]
     assert len(ids) == len(set(ids)) == 12
+
+
+def test_an_interrupted_run_says_so_and_keeps_what_it_has(place):
+    cwd, model = place
+    arguments = [
+        "run", model, *COMMON, "scheme=[fp32]", "task=[pyeasy]", "task.pyeasy.limit=40",
+        "engine.ttft_s=0.3",
+    ]  # fmt: skip
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "quanteval", *arguments],
+        cwd=cwd, env=os.environ, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = list(cwd.glob("outputs/*/variants/fp32/scores/pyeasy.jsonl"))
+        if found and found[0].read_bytes().count(b"\n") >= 2:
+            break
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode == 130
+    (line,) = said.strip().splitlines()
+    assert "interrupted" in line
+    run = only_run(cwd)
+    assert run.variant("fp32").load_result().status == "interrupted"
+    assert 2 <= len(read_journal(run.variant("fp32").scores("pyeasy"), Score)) < 40
+
+
+def test_a_second_process_on_the_same_run_is_refused(place):
+    cwd, model = place
+    arguments = ["run", model, *COMMON, "scheme=[fp32]", "task=[pydoc]", "task.pydoc.limit=12"]
+    assert quanteval(cwd, *arguments).returncode == 0
+    run = only_run(cwd)
+    with file_lock(run.path / ".lock", wait=False, busy=""):
+        done = quanteval(cwd, *arguments)
+    assert done.returncode == 1
+    assert "another quanteval process" in done.stderr
 
 
 def outside(tmp_path: Path, code: str) -> dict[str, str]:
