@@ -4,6 +4,7 @@ The tests run in one process, the function in another that holds nothing else; b
 builtin values cross. docs/sandbox.md says what this protects from and what it does not.
 """
 
-from quanteval.sandbox.runner import Level, Limits, Outcome, OutcomeStatus, Problem, Sandbox, probe
+from quanteval.sandbox.probing import Level, probe
+from quanteval.sandbox.runner import LAYERS, Limits, Outcome, OutcomeStatus, Problem, Sandbox
 
-__all__ = ["Level", "Limits", "Outcome", "OutcomeStatus", "Problem", "Sandbox", "probe"]
+__all__ = ["LAYERS", "Level", "Limits", "Outcome", "OutcomeStatus", "Problem", "Sandbox", "probe"]

@@ -1,4 +1,7 @@
-"""The process that holds the function under test and nothing else: it answers calls until it is killed."""
+"""The process that holds the function under test and nothing else: it answers calls until it is killed.
+
+It is forked before the tests are read, so they are nowhere in its memory.
+"""
 
 from __future__ import annotations
 
@@ -6,77 +9,95 @@ import builtins
 import contextlib
 import json
 import os
+import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from quanteval.sandbox import _codec, _isolate
+from quanteval.sandbox import _codec, _isolate, _seccomp
+
+FAILURE_BYTES = 1 << 16
 
 
-def run(channel: socket.socket, job: dict[str, Any], folder: str) -> NoReturn:
-    """Lock this process in, load the program, answer calls. Never returns."""
-    _isolate.die_with_parent()
+def run(channel: socket.socket, referee: int, folder: str, layers: Collection[str]) -> NoReturn:
+    """Lock this process in, load the program that the channel brings, answer calls. Never returns."""
+    _isolate.die_with_parent(referee)
     keep = channel.fileno()
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     os.closerange(3, keep)
-    os.closerange(keep + 1, 1024)
+    os.closerange(keep + 1, 1 << 16)
     os.chdir(folder)
     os.environ.clear()
-    paths = [*_isolate.readable_paths(), folder]
+    job = _receive(channel)
     limits = job["limits"]
+    paths = [*_isolate.readable_paths(), folder]
     _isolate.limit_resources(limits["cpu_s"], limits["memory_bytes"])
-    held = {"privileges": _isolate.drop_privileges(), "files": _isolate.restrict_files(paths)}
-    held["calls"] = _isolate.restrict_calls()
-    _send(channel, {"held": held})
+    held = {
+        "privileges": _isolate.drop_privileges(),
+        "landlock": "landlock" in layers and _isolate.restrict_files(paths),
+        "seccomp": "seccomp" in layers and _seccomp.restrict_calls(),
+    }
+    if not held["seccomp"]:
+        _isolate.limit_processes()
+    _send(channel, {"held": [name for name, ok in held.items() if ok]})
     # The code below belongs to the candidate: whatever it does to this process, what leaves it is data.
     try:
         function = _load(channel, job)
         while True:
-            _answer(channel, function, _receive(channel))
+            _answer(channel, function, _receive(channel), limits["output_bytes"])
     except BaseException as error:
-        _send_failure(channel, error)
+        _send(channel, _failure(error))
     os._exit(0)
 
 
 def _load(channel: socket.socket, job: dict[str, Any]) -> Callable[..., Any]:
-    code = compile(job["code"], "<candidate>", "exec", dont_inherit=True)
+    try:
+        code = compile(job["code"], "<candidate>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        # Surrogates and NUL characters are ValueErrors, too deep an expression is one of the last two.
+        _send(channel, {"unparsable": _text(error), "type": type(error).__name__})
+        os._exit(0)
+    # The same random numbers for every candidate, on every machine; fork() has reseeded them.
+    random.seed(0)
     namespace: dict[str, Any] = {"__name__": "candidate", "__builtins__": builtins}
     exec(code, namespace)
-    function = namespace[job["entry_point"]]
-    _send(channel, {"loaded": callable(function)})
-    return function  # type: ignore[no-any-return]
+    function = namespace.get(job["entry_point"])
+    _send(channel, {"loaded": callable(function), "defined": job["entry_point"] in namespace})
+    return function  # type: ignore[return-value]
 
 
-def _answer(channel: socket.socket, function: Callable[..., Any], call: Any) -> None:
+def _answer(
+    channel: socket.socket, function: Callable[..., Any], call: Any, limit_bytes: int
+) -> None:
     arguments, keywords = _codec.decode(call)
     try:
-        reply = {"value": _codec.encode(function(*arguments, **keywords))}
-        message = _codec.pack(reply)
-    except _codec.CannotCrossError as error:
-        message = _codec.pack({"unfit": f"returned {error}"})
-    except ValueError as error:
-        message = _failure(error)
+        value = function(*arguments, **keywords)
     except Exception as error:
-        message = _failure(error)
+        _send(channel, _failure(error))
+        return
+    try:
+        message = _codec.pack({"value": _codec.encode(value)}, limit_bytes)
+    except _codec.CannotCrossError as error:
+        message = _codec.pack({"unfit": str(error)}, FAILURE_BYTES)
+    except RecursionError:
+        message = _codec.pack({"unfit": "a value nested too deeply"}, FAILURE_BYTES)
     channel.sendall(message)
 
 
-def _failure(error: BaseException) -> bytes:
-    text = ""
-    with contextlib.suppress(BaseException):
-        text = str(error)[:200]
-    return _codec.pack({"raised": type(error).__name__[:60], "text": text})
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"raised": type(error).__name__[:60], "text": _text(error)}
 
 
-def _send_failure(channel: socket.socket, error: BaseException) -> None:
+def _text(error: BaseException) -> str:
     with contextlib.suppress(BaseException):
-        channel.sendall(_failure(error))
+        return str(error)[:200]
+    return ""
 
 
 def _send(channel: socket.socket, data: Any) -> None:
-    channel.sendall(_codec.pack(data))
+    channel.sendall(_codec.pack(data, FAILURE_BYTES))
 
 
 def _receive(channel: socket.socket) -> Any:
@@ -85,10 +106,10 @@ def _receive(channel: socket.socket) -> Any:
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes:
-    data = b""
+    data = bytearray()
     while len(data) < count:
-        part = channel.recv(count - len(data))
+        part = channel.recv(min(count - len(data), 1 << 20))
         if not part:
             os._exit(0)
         data += part
-    return data
+    return bytes(data)

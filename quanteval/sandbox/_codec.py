@@ -6,13 +6,12 @@ The receiving side decodes data alone, never objects, so nothing that the sender
 from __future__ import annotations
 
 import json
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
-
-MAX_BYTES = 16 << 20
 
 
 class CannotCrossError(ValueError):
-    """A value is not of an exact builtin type."""
+    """A value is not of an exact builtin type, or too long."""
 
 
 def encode(value: Any) -> Any:
@@ -23,7 +22,12 @@ def encode(value: Any) -> Any:
     return encoder(value)
 
 
-# Integers in hexadecimal: decimal conversion of huge ones is limited, and slow.
+def _encode_dict(value: dict[Any, Any]) -> Any:
+    return ["d", [[encode(key), encode(item)] for key, item in value.items()]]
+
+
+# Integers in hexadecimal: decimal conversion of huge ones is limited, and slow. The three dict types
+# of the standard library compare with a dict as a dict does, so they may cross as one.
 _ENCODERS: dict[type, Any] = {
     type(None): lambda value: value,
     bool: lambda value: value,
@@ -37,7 +41,10 @@ _ENCODERS: dict[type, Any] = {
     tuple: lambda value: ["t", [encode(item) for item in value]],
     set: lambda value: ["s", [encode(item) for item in value]],
     frozenset: lambda value: ["z", [encode(item) for item in value]],
-    dict: lambda value: ["d", [[encode(key), encode(item)] for key, item in value.items()]],
+    dict: _encode_dict,
+    Counter: _encode_dict,
+    OrderedDict: _encode_dict,
+    defaultdict: _encode_dict,
     range: lambda value: ["r", hex(value.start), hex(value.stop), hex(value.step)],
 }
 
@@ -51,7 +58,7 @@ def decode(data: Any) -> Any:
     tag, *rest = data
     try:
         return _DECODERS[tag](*rest)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("malformed data") from None
 
 
@@ -70,9 +77,9 @@ _DECODERS: dict[str, Any] = {
 }
 
 
-def pack(data: Any) -> bytes:
-    """Return a message: 4 bytes of length, then JSON. ValueError when it is too long."""
+def pack(data: Any, limit_bytes: int) -> bytes:
+    """Return a message: 4 bytes of length, then JSON. CannotCrossError when it is longer than the limit."""
     raw = json.dumps(data).encode("ascii")
-    if len(raw) > MAX_BYTES:
-        raise ValueError(f"a message of {len(raw)} bytes")
+    if len(raw) > limit_bytes:
+        raise CannotCrossError(f"{len(raw)} bytes, more than {limit_bytes}")
     return len(raw).to_bytes(4, "big") + raw

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import os
+import random
+import resource
 import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NoReturn
 
-from quanteval.sandbox import _candidate, _codec
+from quanteval.sandbox import _candidate, _codec, _isolate, _namespaces
+
+NO_JOB = 7
+WATCHDOG_GRACE_S = 2.0
+# For what tests build out of an answer: a test may well multiply a list.
+MEMORY_BYTES = 4 << 30
 
 
 class _Over(BaseException):
@@ -27,100 +35,154 @@ class _Over(BaseException):
 
 
 class Referee:
-    """Runs one job and returns its result as plain data."""
+    """Starts the process of a candidate, and then judges it by one job.
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.job = job
-        self.deadline = time.monotonic() + job["limits"]["wall_s"]
-        self.verdict: _Over | None = None
-        self.held: dict[str, bool] = {}
-        self.folder = tempfile.mkdtemp(prefix="quanteval-")
+    `held` names what the processes of this sandbox are kept in already.
+    """
+
+    def __init__(self, base: str, layers: Collection[str], held: Collection[str]) -> None:
+        self.held = set(held)
+        self.folder = tempfile.mkdtemp(prefix="job-", dir=base)
         self.channel, theirs = socket.socketpair()
+        if "namespaces" in layers and _namespaces.number_processes_apart():
+            self.held.add("processes")
+        me = os.getpid()
         self.child = os.fork()
         if self.child == 0:
-            self.channel.close()
             try:
-                _candidate.run(theirs, job, self.folder)
+                self.channel.close()
+                _candidate.run(theirs, me, self.folder, layers)
             finally:
                 os._exit(3)
         theirs.close()
+        self.cpu_s = 0.0
+        self.verdict: _Over | None = None
+        self.calls = 0
+        self.loaded = False
 
-    def run(self) -> dict[str, Any]:
-        """Return status, detail, seconds, and what held the candidate in."""
+    def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return status, detail, seconds, and the names of what held the candidate in."""
+        self.job = job
+        self.limits = job["limits"]
         started = time.monotonic()
+        self.deadline = started + self.limits["wall_s"]
+        self._watch()
+        random.seed(0)
         try:
             status, detail = self._judge()
         except _Over as over:
             status, detail = over.status, over.detail
-        usage_s = self._end()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self.end()
+        # The kernel's limit is in whole seconds, this one is exact.
+        if status in ("passed", "wrong") and self.cpu_s > self.limits["cpu_s"]:
+            status, detail = "timeout", self._cpu_detail()
         return {
             "status": status,
             "detail": detail,
             "wall_s": time.monotonic() - started,
-            "cpu_s": usage_s,
-            "held": self.held,
+            "cpu_s": self.cpu_s,
+            "held": sorted(self.held),
         }
+
+    def end(self) -> None:
+        """Kill the candidate and remove its folder."""
+        if self.child > 0:
+            os.kill(self.child, signal.SIGKILL)
+            self._wait()
+        self.channel.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- the tests
 
     def _judge(self) -> tuple[str, str]:
         try:
             check = self._tests()
-        except Exception as error:
-            return "error", f"the tests themselves fail: {_describe(error)}"
-        self.held = self._receive().get("held", {})
-        if not self.job["allow_weak"] and not (self.held.get("files") and self.held.get("calls")):
-            return "error", "this system cannot isolate the candidate"
-        if not self._loaded():
-            return "wrong", f'"{self.job["entry_point"]}" is not a function'
-        try:
+            self._await_load()
             check(self._call)
         except _Over:
             raise
-        except AssertionError as error:
-            outcome = ("wrong", f"assertion failed {_describe(error, bare=True)}".strip())
         except BaseException as error:
-            outcome = ("wrong", _describe(error))
-        else:
-            outcome = ("passed", "")
+            self._raise_verdict()
+            if not self.calls:
+                return "error", f"the tests themselves fail: {_describe(error)}"
+            if isinstance(error, AssertionError):
+                return "wrong", f"assertion failed {error}".strip()
+            return "wrong", _describe(error)
         # A test may have caught what ended the candidate.
+        self._raise_verdict()
+        if not self.calls:
+            return "error", "the tests never call the function"
+        return "passed", ""
+
+    def _raise_verdict(self) -> None:
         if self.verdict is not None:
             raise self.verdict
-        return outcome
 
     def _tests(self) -> Any:
         """Run the trusted text: the prompt's helpers, then the tests; return check()."""
         namespace: dict[str, Any] = {"__name__": "tests"}
+        tests = compile(self.job["test"], "<test>", "exec", dont_inherit=True)
         context = self.job["context"]
         for text in (context, context.rstrip() + "\n    pass\n"):
-            try:
+            with contextlib.suppress(SyntaxError):
                 exec(compile(text, "<prompt>", "exec", dont_inherit=True), namespace)
                 break
-            except SyntaxError:
-                continue
-        exec(compile(self.job["test"], "<test>", "exec", dont_inherit=True), namespace)
+        namespace[self.job["entry_point"]] = self._call
+        exec(tests, namespace)
         namespace[self.job["entry_point"]] = self._call
         return namespace["check"]
 
-    def _loaded(self) -> bool:
+    def _watch(self) -> None:
+        """Have tests that do not end interrupted, also while they work on an answer."""
+
+        def interrupt(*_: object) -> NoReturn:
+            status = "timeout" if self.calls else "error"
+            raise self._over(status, f"the tests did not end within {self.limits['wall_s']:g} s")
+
+        signal.signal(signal.SIGALRM, interrupt)
+        # Again and again: tests may catch everything.
+        signal.setitimer(signal.ITIMER_REAL, self.limits["wall_s"] + WATCHDOG_GRACE_S, 0.5)
+
+    # ---- the function under test
+
+    def _await_load(self) -> None:
+        """Give the program to the candidate's process and see that it was loaded there."""
+        if self.loaded:
+            return
+        self.loaded = True
+        program = {key: self.job[key] for key in ("code", "entry_point", "limits")}
+        self._send(_codec.pack(program, 1 << 31))
+        self.held |= set(self._receive()["held"])
+        if self.job["strict"] and not contained(self.held):
+            raise self._over("error", "this system cannot isolate the candidate")
         reply = self._receive()
+        if "unparsable" in reply:
+            raise self._over("unparsable", f"{reply.get('type')}: {reply['unparsable']}")
         if "raised" in reply:
-            raise _failed_to_load(
-                str(reply["raised"]), str(reply.get("text", "")), self.job["entry_point"]
-            )
-        return reply.get("loaded") is True
+            raise self._failed_to_load(str(reply["raised"]), str(reply.get("text", "")))
+        if reply.get("loaded") is not True:
+            what = "not a function" if reply.get("defined") is True else "not defined"
+            raise self._over("wrong", f'"{self.job["entry_point"]}" is {what}')
+
+    def _failed_to_load(self, name: str, text: str) -> _Over:
+        if name == "MemoryError":
+            return self._over("memory", "out of memory while loading")
+        if name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
+            return self._over("crashed", f"raised {name} while loading")
+        return self._over("wrong", f"{name} while loading: {text}")
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
         """Call the function in the other process."""
-        if self.verdict is not None:
-            raise self.verdict
+        self._raise_verdict()
+        self._await_load()
+        self.calls += 1
         try:
-            message = _codec.pack(_codec.encode(((arguments), keywords)))
-        except (_codec.CannotCrossError, ValueError) as error:
-            raise self._over("error", f"the tests pass {error}, which cannot cross") from None
-        try:
-            self.channel.settimeout(max(self.deadline - time.monotonic(), 0.001))
-            self.channel.sendall(message)
-        except OSError:
-            self._gone()
+            message = _codec.pack(_codec.encode((arguments, keywords)), 1 << 31)
+        except (_codec.CannotCrossError, RecursionError) as error:
+            raise self._over("error", f"the tests pass what cannot cross: {error}") from None
+        self._send(message)
         reply = self._receive()
         if "value" in reply:
             try:
@@ -128,7 +190,7 @@ class Referee:
             except (ValueError, RecursionError, MemoryError):
                 raise self._over("wrong", "returned malformed data") from None
         if "unfit" in reply:
-            raise self._over("wrong", str(reply["unfit"]))
+            raise self._over("wrong", f"returned {reply['unfit']}")
         raise self._raised(str(reply.get("raised", "malformed data")), str(reply.get("text", "")))
 
     def _raised(self, name: str, text: str) -> BaseException:
@@ -139,22 +201,31 @@ class Referee:
             return self._over("crashed", f"raised {name}")
         found = getattr(builtins, name, None)
         if isinstance(found, type) and issubclass(found, Exception):
-            try:
+            with contextlib.suppress(TypeError):
                 return found(text)
-            except TypeError:
-                pass
         return RuntimeError(f"{name}: {text}")
 
     # ---- the channel
 
     def _over(self, status: str, detail: str) -> _Over:
-        self.verdict = _Over(status, detail)
+        """Note how the candidate ended; the first time counts."""
+        if self.verdict is None:
+            self.verdict = _Over(status, detail)
         return self.verdict
+
+    def _send(self, message: bytes) -> None:
+        self.channel.settimeout(max(self.deadline - time.monotonic(), 0.001))
+        try:
+            self.channel.sendall(message)
+        except TimeoutError:
+            raise self._out_of_time() from None
+        except OSError:
+            raise self._gone() from None
 
     def _receive(self) -> dict[str, Any]:
         length = int.from_bytes(self._exactly(4), "big")
-        if length > _codec.MAX_BYTES:
-            raise self._over("wrong", f"returned more than {_codec.MAX_BYTES >> 20} MB")
+        if length > self.limits["output_bytes"]:
+            raise self._over("wrong", f"returned more than {self.limits['output_bytes']} bytes")
         try:
             data = json.loads(self._exactly(length))
         except (ValueError, RecursionError, MemoryError):
@@ -168,67 +239,81 @@ class Referee:
         while count:
             left = self.deadline - time.monotonic()
             if left <= 0 or not select.select([self.channel], [], [], left)[0]:
-                raise self._over("timeout", f"no answer within {self.job['limits']['wall_s']:g} s")
+                raise self._out_of_time()
             try:
-                part = self.channel.recv(min(count, 1 << 16))
+                part = self.channel.recv(min(count, 1 << 20))
             except OSError:
                 part = b""
             if not part:
-                self._gone()
+                raise self._gone()
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
 
-    def _gone(self) -> None:
-        """Say why the candidate's process ended."""
-        _, status = os.waitpid(self.child, 0)
+    def _out_of_time(self) -> _Over:
+        return self._over("timeout", f"no answer within {self.limits['wall_s']:g} s")
+
+    def _cpu_detail(self) -> str:
+        return f"more than {self.limits['cpu_s']:g} s of CPU time"
+
+    def _gone(self) -> _Over:
+        """Return why the candidate's end of the channel is closed."""
+        give_up = time.monotonic() + 1.0
+        while (status := self._wait(os.WNOHANG)) is None:
+            if time.monotonic() > give_up:
+                return self._over("crashed", "closed its channel")
+            time.sleep(0.005)
+        if not os.WIFSIGNALED(status):
+            return self._over("crashed", f"ended its process with {os.WEXITSTATUS(status)}")
+        number = os.WTERMSIG(status)
+        # The kernel enforces the CPU limit at clock ticks, a little early or late.
+        if number in (signal.SIGXCPU, signal.SIGKILL) and self.cpu_s > 0.9 * self.limits["cpu_s"]:
+            return self._over("timeout", self._cpu_detail())
+        return self._over("crashed", f"died of signal {number}")
+
+    def _wait(self, options: int = 0) -> int | None:
+        """Collect the candidate's status and CPU seconds; None while it runs."""
+        found, status, usage = os.wait4(self.child, options)
+        if found == 0:
+            return None
         self.child = -1
-        if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            # The hard CPU limit ends a process that ignores SIGXCPU with SIGKILL.
-            if number in (signal.SIGXCPU, signal.SIGKILL):
-                raise self._over(
-                    "timeout", f"more than {self.job['limits']['cpu_s']} s of CPU time"
-                )
-            raise self._over("crashed", f"died of {signal.Signals(number).name}")
-        raise self._over("crashed", f"ended its process with {os.WEXITSTATUS(status)}")
-
-    def _end(self) -> float:
-        """Kill the candidate, remove its folder, return its CPU seconds."""
-        if self.child > 0:
-            os.kill(self.child, signal.SIGKILL)
-            os.waitpid(self.child, 0)
-        self.channel.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        times = os.times()
-        return times.children_user + times.children_system
+        self.cpu_s = usage.ru_utime + usage.ru_stime
+        return status
 
 
-def _failed_to_load(name: str, text: str, entry_point: str) -> _Over:
-    """Return how a program ended that raised before its function could be called."""
-    if name in ("SyntaxError", "IndentationError", "TabError") or "null bytes" in text:
-        return _Over("unparsable", f"{name}: {text}")
-    if name == "MemoryError":
-        return _Over("memory", "out of memory while loading")
-    if name == "KeyError" and entry_point in text:
-        return _Over("wrong", f'"{entry_point}" is not defined')
-    if name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
-        return _Over("crashed", f"raised {name} while loading")
-    return _Over("wrong", f"{name} while loading: {text}")
+def contained(held: Collection[str]) -> bool:
+    """Return whether these layers keep a candidate from files, network, and outliving its limit."""
+    names = set(held)
+    return bool(
+        names & {"landlock", "files"}
+        and names & {"seccomp", "network"}
+        and names & {"seccomp", "processes"}
+    )
 
 
-def _describe(error: BaseException, *, bare: bool = False) -> str:
-    text = " ".join(str(error).split())
-    if bare:
-        return text
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def serve(job: dict[str, Any], out: int) -> None:
-    """Run a job in this process and write its result as one line."""
-    # Tests that never end, for whatever reason, end with this process.
-    signal.setitimer(signal.ITIMER_REAL, job["limits"]["wall_s"] + 5)
-    result = Referee(job).run()
-    result["detail"] = result["detail"].encode("ascii", "backslashreplace").decode()[:400]
-    os.write(out, json.dumps(result).encode() + b"\n")
-    sys.stdout.flush()
+def serve(zygote: int, out: int, base: str, layers: Collection[str], held: Collection[str]) -> int:
+    """Judge the job that standard input brings, write the result, return an exit status."""
+    _isolate.die_with_parent(zygote)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    referee = Referee(base, layers, held)
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1 << 20)
+        if not part:
+            referee.end()
+            return NO_JOB
+        line += part
+    os.dup2(2, 0)
+    _isolate.limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    result = referee.run(json.loads(line))
+    result["detail"] = result["detail"][:400]
+    os.write(out, json.dumps(result).encode())
+    return 0

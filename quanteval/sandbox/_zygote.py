@@ -1,14 +1,21 @@
-"""A small warm process that forks a referee for each job: python -I -S _zygote.py ROOT.
+"""A small warm process that forks a referee for each job: python _zygote.py ROOT LAYERS.
 
-Jobs come as JSON lines on standard input, results leave as JSON lines on standard output. It ends when
-its input does, that is, when the process that started it is gone.
+Jobs come as JSON lines on standard input, results leave as JSON lines on standard output. It never
+reads a job itself, so no candidate finds a trace of one. It ends, and all its descendants with it, when
+its input does, that is, when the process that started it is gone, however that ended.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
+import select
+import shutil
+import signal
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 
 # What short programs import: loaded once here, so that a candidate finds it in memory.
 WARM = (
@@ -18,31 +25,111 @@ WARM = (
     "os", "pprint", "queue", "random", "re", "statistics", "string", "struct", "sys",
     "textwrap", "time", "typing", "unicodedata", "uuid", "warnings",
 )  # fmt: skip
+PARENT_CHECK_MS = 1000
 
 
 def main() -> None:
     """Fork and wait, one job after the other."""
-    sys.path.insert(0, sys.argv[1])
+    root, layers = sys.argv[1], sys.argv[2].split(",")
+    parent = os.getppid()
+    sys.path.insert(0, root)
     for name in WARM:
         __import__(name)
-    from quanteval.sandbox import _candidate, _codec, _isolate, _referee  # noqa: F401
+    from quanteval.sandbox import _isolate, _namespaces, _referee
 
-    sys.path.remove(sys.argv[1])
+    readable = _isolate.readable_paths()
+    sys.path.remove(root)
     sys.modules["candidate"] = type(sys)("candidate")
     out = os.dup(1)
     os.dup2(2, 1)
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            try:
-                _referee.serve(job, out)
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            detail = f"the referee ended with status {status}"
-            os.write(out, json.dumps({"status": "error", "detail": detail}).encode() + b"\n")
+    _isolate.adopt_orphans()
+    held = set()
+    if "namespaces" in layers and _namespaces.leave_network():
+        held.add("network")
+        if _namespaces.leave_file_system(readable):
+            held.add("files")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    base = tempfile.mkdtemp(prefix="quanteval-")
+    me = os.getpid()
+    try:
+        while _one_job(parent, lambda: _referee.serve(me, out, base, layers, held)):
+            _sweep()
+            # The end of the result's line, once nothing of the candidate is left.
+            os.write(out, b"\n")
+    finally:
+        _sweep()
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _one_job(parent: int, serve: Callable[[], int]) -> bool:
+    """Fork a referee, which serves, once there is input. False when this process is to end."""
+    if not _wait_for(0, select.POLLIN, parent):
+        return False
+    ended, keep = os.pipe()
+    referee = os.fork()
+    if referee == 0:
+        status = 1
+        try:
+            status = serve()
+        finally:
+            os._exit(status)
+    os.close(keep)
+    try:
+        if not _wait_for(ended, 0, parent):
+            return False
+        _, status = os.waitpid(referee, 0)
+        referee = 0
+    finally:
+        os.close(ended)
+        if referee:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(referee, signal.SIGKILL)
+    return status == 0
+
+
+def _wait_for(descriptor: int, events: int, parent: int) -> bool:
+    """Wait for input or, without `events`, for the other end to close. False when the parent is gone."""
+    poll = select.poll()
+    poll.register(0, 0)
+    poll.register(descriptor, events)
+    while os.getppid() == parent:
+        ready = dict(poll.poll(PARENT_CHECK_MS))
+        if descriptor in ready and (descriptor != 0 or ready[0] & select.POLLIN):
+            return True
+        if 0 in ready:
+            return False
+    return False
+
+
+def _sweep() -> None:
+    """Kill and collect all descendants that are left; this process has adopted them."""
+    while True:
+        try:
+            found, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if found == 0:
+            for child in _descendants():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def _descendants() -> set[int]:
+    """Return all descendants' ids. Empty without /proc: then they end with their namespace's first."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):  # noqa: PTH208
+            if name.isdigit():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+                    children.setdefault(parent, []).append(int(name))
+    found: set[int] = set()
+    new = {os.getpid()}
+    while new:
+        new = {child for one in new for child in children.get(one, ())} - found
+        found |= new
+    return found
 
 
 if __name__ == "__main__":

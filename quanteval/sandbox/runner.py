@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import queue
@@ -11,38 +10,49 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quanteval.errors import QuantevalError, UnsupportedError
 
 OutcomeStatus = Literal["passed", "wrong", "timeout", "memory", "crashed", "unparsable", "error"]
-GRACE_S = 15.0
+LAYERS = ("namespaces", "landlock", "seccomp")
+DETAIL_LENGTH = 200
+ANSWER_GRACE_S = 15.0
+END_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one candidate may use: CPU time (whole seconds), wall time, address space.
+    """What one candidate may use: CPU and wall time, address space, bytes of one encoded answer.
 
-    It can start no process, write no file and open no socket at all. The wall limit is generous, so
+    It can start no process, write no file and reach no network at all. The wall limit is generous, so
     that on a busy machine the CPU limit decides and scores do not depend on the load.
     """
 
-    cpu_s: int = 5
+    cpu_s: float = 5.0
     wall_s: float = 20.0
     memory_bytes: int = 1 << 30
+    output_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        if self.cpu_s < 1 or self.wall_s <= 0:
+        # Written so that a NaN fails too.
+        if not (0 < self.cpu_s < 1e6 and 0 < self.wall_s < 1e6):
             raise ValueError(
-                f'cpu_s "{self.cpu_s}" and wall_s "{self.wall_s}" must be at least 1 and positive'
+                f'cpu_s "{self.cpu_s}" and wall_s "{self.wall_s}" must be between 0 and 1e6 seconds'
             )
         if self.memory_bytes < 64 << 20:
             raise ValueError(f'memory_bytes "{self.memory_bytes}" must be at least 64 MiB')
+        if not 1 << 16 <= self.output_bytes <= 1 << 28:
+            raise ValueError(
+                f'output_bytes "{self.output_bytes}" must be between 64 KiB and 256 MiB'
+            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a candidate did. 'error' means that the tests or the sandbox failed, not the candidate."""
+    """How a candidate did. 'error' means that the tests or the sandbox failed, not the candidate.
+
+    `detail` is one printable line; `cpu_s` is the candidate's alone.
+    """
 
     problem_id: str
     status: OutcomeStatus
@@ -70,176 +83,205 @@ class Outcome:
     cpu_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Level:
-    """What this system really keeps in, found by trying."""
-
-    name: str
-    filesystem_isolated: bool
-    network_isolated: bool
-    processes_contained: bool
-    notes: tuple[str, ...] = ()
-
-
 class Sandbox:
-    """A context manager; `check` may be called from as many threads as there are `workers`.
+    """A context manager; `check` may be called from any threads, `workers` checks run at once.
 
-    Raises UnsupportedError on entry when this system cannot isolate a candidate, unless `allow_weak`.
+    `layers` is there to measure and test each measure apart. Raises UnsupportedError on entry when
+    this system cannot isolate a candidate, unless `allow_weak`.
     """
 
     def __init__(
-        self, limits: Limits | None = None, *, workers: int = 1, allow_weak: bool = False
+        self,
+        limits: Limits | None = None,
+        *,
+        workers: int = 1,
+        allow_weak: bool = False,
+        layers: Collection[str] = LAYERS,
     ) -> None:
+        if workers < 1:
+            raise ValueError(f'workers "{workers}" must be at least 1')
         self._limits = limits or Limits()
         self._workers = workers
         self._allow_weak = allow_weak
+        self._layers = tuple(layers)
         self._idle: queue.Queue[_Zygote] = queue.Queue()
         self._all: list[_Zygote] = []
 
     def __enter__(self) -> Sandbox:
         if not self._allow_weak:
-            level = probe()
-            if not (
-                level.filesystem_isolated and level.processes_contained and level.network_isolated
-            ):
+            from quanteval.sandbox.probing import probe
+
+            level = probe(self._layers)
+            if not level.isolated:
                 raise UnsupportedError(
-                    f"generated code cannot be isolated here ({level.name}: {'; '.join(level.notes)}); "
-                    "a Linux kernel with Landlock and seccomp is needed"
+                    f'generated code cannot be isolated here ("{level.name}": '
+                    f"{'; '.join(level.notes)}); run on Linux with seccomp, and Landlock or user namespaces"
                 )
-        for _ in range(self._workers):
-            zygote = _Zygote()
-            self._all.append(zygote)
+        self._idle = queue.Queue()
+        self._all = [_Zygote(self._layers) for _ in range(self._workers)]
+        for zygote in self._all:
             self._idle.put(zygote)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for zygote in self._all:
+        zygotes, self._all = self._all, []
+        for zygote in zygotes:
             zygote.close()
-        self._all.clear()
 
     def check(self, problem: Problem) -> Outcome:
         """Run one candidate to its end."""
+        result = self.run(problem)
+        return Outcome(
+            problem.problem_id,
+            result["status"],
+            one_line(result["detail"]),
+            result.get("wall_s", 0.0),
+            result.get("cpu_s", 0.0),
+        )
+
+    def run(self, problem: Problem) -> dict[str, Any]:
+        """Run one candidate and return the raw result: with `held`, what kept it in."""
+        if not self._all:
+            raise QuantevalError('the sandbox is not open: use it in a "with" statement')
         job = {
             "code": problem.code,
             "entry_point": problem.entry_point,
             "test": problem.test,
             "context": problem.context,
-            "limits": vars(self._limits),
-            "allow_weak": self._allow_weak,
+            "limits": asdict(self._limits),
+            "strict": not self._allow_weak,
         }
-        zygote = self._idle.get()
+        idle = self._idle
+        zygote = idle.get()
         try:
-            result = zygote.run(job, self._limits.wall_s + GRACE_S)
+            return zygote.run(job, self._limits.wall_s + ANSWER_GRACE_S)
         finally:
-            self._idle.put(zygote)
-        return Outcome(
-            problem.problem_id,
-            result["status"],
-            result.get("detail", ""),
-            result.get("wall_s", 0.0),
-            result.get("cpu_s", 0.0),
-        )
+            idle.put(zygote)
 
-    def check_all(self, problems: Iterable[Problem]) -> Iterator[Outcome]:
-        """Yield the outcomes as they end, in any order."""
-        with ThreadPoolExecutor(self._workers) as pool:
-            futures = [pool.submit(self.check, problem) for problem in problems]
+    def check_all(self, problems: Iterable[Problem]) -> Iterator[tuple[int, Outcome]]:
+        """Yield (position of the problem, outcome) as they end, in any order.
+
+        Problems that have not begun when the iterator is closed are not run.
+        """
+        pool = ThreadPoolExecutor(self._workers)
+        try:
+            futures = {pool.submit(self.check, one): i for i, one in enumerate(problems)}
             for future in as_completed(futures):
-                yield future.result()
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Zygote:
-    """One forking process, made again when it had to be killed."""
+    """One forking process, started when it is needed and again when it had to be killed."""
 
-    def __init__(self) -> None:
-        self._process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        package = Path(__file__).parent
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(package / "_zygote.py"), str(package.parent.parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0"},
-            start_new_session=True,
-        )
+    def __init__(self, layers: Collection[str]) -> None:
+        self._layers = layers
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._changing = threading.Lock()
+        self._in_use = threading.Lock()
 
     def run(self, job: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._read_line(timeout_s)
-        except (BrokenPipeError, ValueError) as error:
-            line = b""
-            if isinstance(error, ValueError):
-                raise
-        if not line:
-            self.close()
-            self._process = self._start()
-            return {"status": "error", "detail": "the sandbox's process ended or did not answer"}
+        with self._in_use:
+            process = self._alive()
+            line = _exchange(process, json.dumps(job).encode() + b"\n", timeout_s)
+            if not line:
+                _end(process)
+                _close_pipes(process)
+                with self._changing:
+                    self._process = None
+                return {
+                    "status": "error",
+                    "detail": "the sandbox's process ended, or did not answer",
+                }
         result: dict[str, Any] = json.loads(line)
         return result
 
-    def _read_line(self, timeout_s: float) -> bytes:
-        assert self._process.stdout is not None
-        handle = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
-        data = b""
-        while not data.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([handle], [], [], left)[0]:
-                return b""
-            part = os.read(handle, 1 << 16)
-            if not part:
-                return b""
-            data += part
-        return data
-
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        """End the process, also while another thread waits for it."""
+        with self._changing:
+            self._closed = True
+            process = self._process
+        if process is not None:
+            _end(process)
+            with self._in_use:
+                _close_pipes(process)
+
+    def _alive(self) -> subprocess.Popen[bytes]:
+        with self._changing:
+            if self._closed:
+                raise QuantevalError("the sandbox was closed while a check was waiting")
+            if self._process is None:
+                self._process = _start(self._layers)
+            return self._process
 
 
-_ATTEMPT = "def f():\n    import os, socket\n    try:\n        {}\n    except OSError:\n        return True\n"
-_PROBES = {
-    "files": _ATTEMPT.format("open('/proc/self/status').read()"),
-    "network": _ATTEMPT.format("socket.socket().close()"),
-    "processes": _ATTEMPT.format("os.fork() or os._exit(0)"),
-}
-_NOTES = {
-    "files": "candidates can read this user's files (no Landlock)",
-    "network": "candidates can open sockets (no seccomp)",
-    "processes": "candidates can start processes (no seccomp)",
-}
+def _start(layers: Collection[str]) -> subprocess.Popen[bytes]:
+    package = Path(__file__).resolve().parent
+    # No site packages, no user's PYTHON* variables, and the same order of sets everywhere: -I would
+    # ignore PYTHONHASHSEED.
+    command = [sys.executable, "-P", "-s", "-S", "-B", str(package / "_zygote.py")]
+    return subprocess.Popen(
+        [*command, str(package.parent.parent), ",".join(layers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONHASHSEED": "0",
+            "TMPDIR": tempfile.gettempdir(),
+        },
+        # Ctrl-C goes to the terminal's processes: it is for the one that waits here to pass it on.
+        start_new_session=True,
+    )
 
 
-@functools.cache
-def probe() -> Level:
-    """Return what candidates are really kept from, by letting a few of them try."""
+def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> bytes:
+    """Send a message and return the line that answers it; empty when none comes."""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        with Sandbox(Limits(), allow_weak=True) as sandbox:
-            test = "def check(f):\n    assert f() is True\n"
-            outcomes = {
-                name: sandbox.check(Problem(name, code, "f", test))
-                for name, code in _PROBES.items()
-            }
-    except OSError as error:
-        raise QuantevalError(f"the sandbox does not start: {error}") from None
-    held = {name: outcome.status == "passed" for name, outcome in outcomes.items()}
-    name = (
-        "landlock+seccomp" if all(held.values()) else "seccomp" if held["processes"] else "rlimits"
+        process.stdin.write(message)
+        process.stdin.flush()
+    except OSError:
+        return b""
+    handle = process.stdout.fileno()
+    deadline = time.monotonic() + timeout_s
+    data = b""
+    while not data.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([handle], [], [], left)[0]:
+            return b""
+        part = os.read(handle, 1 << 16)
+        if not part:
+            return b""
+        data += part
+    return data
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its descendants: it is asked first, so that it can clean up."""
+    process.terminate()
+    try:
+        process.wait(END_GRACE_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+def one_line(text: str) -> str:
+    """Return a text as one printable line: control characters escaped, cut to DETAIL_LENGTH."""
+    # Words first, so that a line break reads as a space; what then does not print is escaped.
+    line = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+        for c in " ".join(text.split())
     )
-    return Level(
-        name=name,
-        filesystem_isolated=held["files"],
-        network_isolated=held["network"],
-        processes_contained=held["processes"],
-        notes=tuple(_NOTES[key] for key, ok in held.items() if not ok),
-    )
+    return line if len(line) <= DETAIL_LENGTH else line[: DETAIL_LENGTH - 1] + "…"

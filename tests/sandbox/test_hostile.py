@@ -1,0 +1,145 @@
+"""Candidates that cheat or attack: none passes, none is blamed on the sandbox, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from quanteval.sandbox import LAYERS, Limits, Sandbox
+from tests.sandbox.conftest import descendants, layer_sets, problem, samples
+
+TRICKS = samples("tricks")
+
+# "name -> the status it must get, or any that is neither a pass nor an error"
+HARMS = samples("harms")
+
+LIMITS = Limits(cpu_s=1, wall_s=2.5, memory_bytes=1 << 28)
+
+
+@pytest.fixture(scope="module", params=layer_sets(), ids="+".join)
+def opened(request, temporary_folder):
+    with Sandbox(LIMITS, layers=request.param) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def full(temporary_folder):
+    with Sandbox(LIMITS) as sandbox:
+        yield sandbox
+
+
+def judge(sandbox, code):
+    """Run a hostile candidate; it must end, leave nothing, and the next one must be served as usual."""
+    outcome = sandbox.check(problem(code, "'canary-in-the-tests'\nassert candidate(2) == 4"))
+    assert outcome.status not in ("passed", "error"), outcome
+    assert descendants() == []
+    assert sandbox.check(problem("def f(x):\n    return x * x")).status == "passed"
+    return outcome
+
+
+@pytest.mark.parametrize("name", TRICKS)
+def test_no_trick_passes(opened, name):
+    judge(opened, TRICKS[name])
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_no_limit_is_outlived(full, name):
+    outcome = judge(full, HARMS[name])
+    assert name.rpartition(" -> ")[2] in (outcome.status, "any"), outcome
+
+
+# Each of these has to be refused: f returns what it got, and 4 is what it must not return.
+FORBIDDEN = samples("forbidden")
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_is_forbidden_fails(opened, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("QUANTEVAL_TEST_TOKEN", "secret")
+    file = tmp_path / "file"
+    file.write_text("contents")
+    unix = socket.socket(socket.AF_UNIX)
+    abstract = socket.socket(socket.AF_UNIX)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        unix,
+        abstract,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(str(tmp_path / "socket"))
+        unix.listen()
+        abstract.bind(f"\0quanteval-test-{os.getpid()}")
+        abstract.listen()
+        before = sorted(path.name for path in tmp_path.iterdir())
+        values = {
+            "file": str(file),
+            "folder": str(tmp_path),
+            "home_file": str(next((p for p in Path.home().iterdir() if p.is_file()), file)),
+            "tcp": tcp.getsockname()[1],
+            "udp": udp.getsockname()[1],
+            "unix": str(tmp_path / "socket"),
+            "abstract": f"quanteval-test-{os.getpid()}",
+            "pid": os.getpid(),
+        }
+        judge(opened, FORBIDDEN[name].format(**values))
+        udp.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            udp.recv(10)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert file.read_text() == "contents"
+    assert file.stat().st_mode & 0o777 != 0o777
+
+
+BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()"
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ("landlock", "seccomp")], ids="+".join)
+def test_a_fork_bomb_does_not_start(layers):
+    with Sandbox(LIMITS, layers=layers) as sandbox:
+        outcome = judge(sandbox, BOMB)
+    assert outcome.status == "wrong"
+    assert "PermissionError" in outcome.detail
+
+
+FORKS = """
+import os, time
+def f(x):
+    for _ in range(20):
+        if os.fork() == 0:
+            {}
+            time.sleep(600)
+            os._exit(0)
+    return 5
+"""
+
+
+@pytest.mark.parametrize("layers", [("namespaces", "landlock"), ("landlock",), ()], ids="+".join)
+@pytest.mark.parametrize("first", ["pass", "os.setsid()", "os.setsid(); os.fork()"])
+def test_forked_processes_end_with_the_candidate_even_without_seccomp(layers, first):
+    with Sandbox(LIMITS, layers=layers, allow_weak=True) as sandbox:
+        outcome = judge(sandbox, FORKS.format(first))
+    assert outcome.status == "wrong"
+    assert "assertion failed" in outcome.detail
+
+
+def test_the_weakest_level_lets_through_what_the_others_stop(tmp_path):
+    """Shows that the attempts above can succeed at all, so that their failing means something."""
+    file = tmp_path / "file"
+    file.write_text("contents")
+    with socket.create_server(("127.0.0.1", 0)) as tcp:
+        values = {"file": str(file), "folder": str(tmp_path), "tcp": tcp.getsockname()[1]}
+        with Sandbox(LIMITS, layers=(), allow_weak=True) as sandbox:
+            for name in ("read", "list a folder", "make a folder", "rename", "TCP"):
+                outcome = sandbox.check(problem(FORBIDDEN[name].format(**values)))
+                assert outcome.status == "passed", (name, outcome)
+
+
+def test_nothing_is_left_in_the_temporary_folder(temporary_folder):
+    for layers in ((), LAYERS):
+        with Sandbox(Limits(wall_s=1), layers=layers, allow_weak=True) as sandbox:
+            sandbox.check(problem("def f(x):\n    open('new', 'w').close()\n    return 5"))
+            sandbox.check(problem("import time\ndef f(x):\n    time.sleep(60)"))
+        assert list(Path(temporary_folder).glob("quanteval-*")) == []
