@@ -6,7 +6,7 @@ finding, or a policy under which nothing about quality was accepted, can each on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ SEVERITY: tuple[VerdictOutcome, ...] = (
     "accept",
 )
 KEYS = ("version", "name", "alpha", "rules", "description")
+VERSION = 1
+COMPLETENESS = "completeness"
+"""The gate's own finding; no rule may take this name."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def load_policy(
     """Build a policy from a YAML file or a mapping. ConfigError names unknown keys and wrong values."""
     if isinstance(source, Path):
         try:
-            node = yaml.safe_load(source.read_text(encoding="utf-8"))
+            node = yaml.load(source.read_text(encoding="utf-8"), Loader=_UniqueKeys)
         except FileNotFoundError:
             raise ConfigError(f'policy "{source}" does not exist') from None
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -67,21 +70,50 @@ def load_policy(
     for key in node:
         if key not in KEYS:
             raise ConfigError(f'policy "{label}": unknown key "{key}"; {near(str(key), KEYS)}')
+    if node.get("version", VERSION) != VERSION:
+        raise ConfigError(
+            f'policy "{label}": version "{node["version"]}" is not known; this is version {VERSION}'
+        )
     alpha = node.get("alpha", 0.05)
     if not isinstance(alpha, int | float) or not 0 < alpha < 0.5:
         raise ConfigError(f'policy "{label}": alpha "{alpha}" must be between 0 and 0.5')
     rules = node.get("rules")
     if not isinstance(rules, Mapping) or not rules:
         raise ConfigError(f'policy "{label}" has no rules')
-    built = {
-        name: build(rule, where=f"gate.rules.{name}", prefixes=prefixes)
-        for name, rule in rules.items()
-    }
+    built = {name: _rule(name, rule, prefixes) for name, rule in rules.items()}
     if not any(rule.is_quality and rule.required for rule in built.values()):
         raise ConfigError(
             f'policy "{label}" has no required quality rule, so it could accept nothing'
         )
     return Policy(str(node.get("name", label)), float(alpha), built, node)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key given twice: YAML keeps the last, and the first rule would be gone unnoticed."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f'the key "{key}" is given twice (again in line {line})')
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _rule(name: Any, node: Any, prefixes: Sequence[str]) -> Rule:
+    """Build one named rule. ConfigError when the name is not free or the object is not a rule."""
+    where = f"gate.rules.{name}"
+    if not isinstance(name, str) or not name or name == COMPLETENESS:
+        raise ConfigError(f'{where}: a rule cannot be named "{name}"; choose another name')
+    rule = build(node, where=where, prefixes=prefixes)
+    if not all(hasattr(rule, part) for part in ("check", "required", "is_quality")):
+        raise ConfigError(f'{where}: "{node["_target_"]}" is not a rule')
+    made: Rule = rule
+    return made
 
 
 def decide(
@@ -100,10 +132,19 @@ def decide(
         reason = f"{candidate.name} and {baseline.name} were not measured alike: {differing}"
         return _verdict(policy, baseline, candidate, "not_comparable", reason, [])
     findings = [_completeness(baseline, candidate, tasks)]
+    accepted: list[Finding] = []
     for name, rule in policy.rules.items():
-        findings += rule.check(name, baseline, candidate, policy.alpha)
-    outcome, reason = _combine(policy, findings)
+        found = rule.check(name, baseline, candidate, policy.alpha) or [_silent(name, rule)]
+        findings += found
+        if rule.is_quality:
+            accepted += [f for f in found if f.required and f.outcome == "accept"]
+    outcome, reason = _combine(findings, accepted)
     return _verdict(policy, baseline, candidate, outcome, reason, findings)
+
+
+def _silent(name: str, rule: Rule) -> Finding:
+    sentence = "the rule returned no finding"
+    return Finding(rule=name, required=rule.required, outcome="invalid", sentence=sentence)
 
 
 def _not_measured(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
@@ -116,9 +157,14 @@ def _not_measured(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
 
 def incomparable(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
     """Name the conditions in which two variants differ beyond their schemes; '' when there are none."""
+    for evidence in (baseline, candidate):
+        if not evidence.result.comparable:
+            return f"the conditions of {evidence.name} were not recorded"
     differing = _differences(baseline.result.comparable, candidate.result.comparable)
     for task in sorted(set(baseline.scores) & set(candidate.scores)):
         first, second = baseline.scores[task].record, candidate.scores[task].record
+        if first.kind != second.kind:
+            differing.append(f"task {task}: kind ({first.kind} and {second.kind})")
         if first.fingerprint != second.fingerprint:
             names = _differences(first.inputs, second.inputs) or ["fingerprint"]
             differing += [f"task {task}: {name}" for name in names]
@@ -162,15 +208,20 @@ def _completeness(
     if not names:
         problems.append("no task was run")
     return Finding(
-        rule="completeness",
+        rule=COMPLETENESS,
         required=True,
         outcome="invalid" if problems else "accept",
         sentence="; ".join(problems) or f"{len(names)} tasks are complete on both sides",
     )
 
 
-def _combine(policy: Policy, findings: Sequence[Finding]) -> tuple[VerdictOutcome, str]:
-    """Combine required findings: invalid, then reject, then inconclusive, then accept."""
+def _combine(
+    findings: Sequence[Finding], accepted: Sequence[Finding]
+) -> tuple[VerdictOutcome, str]:
+    """Combine required findings: invalid, then reject, then inconclusive, then accept.
+
+    `accepted` are the required findings that are evidence of quality; without one nothing is accepted.
+    """
     required = [finding for finding in findings if finding.required]
     order: tuple[tuple[str, VerdictOutcome], ...] = (
         ("invalid", "error"),
@@ -182,8 +233,6 @@ def _combine(policy: Policy, findings: Sequence[Finding]) -> tuple[VerdictOutcom
         if deciding:
             more = f" (and {len(deciding) - 1} more)" if len(deciding) > 1 else ""
             return verdict, f"{deciding[0].rule}: {deciding[0].sentence}{more}"
-    quality = {name for name, rule in policy.rules.items() if rule.is_quality}
-    accepted = [f for f in required if f.rule in quality and f.outcome == "accept"]
     if not accepted:
         return "error", "no required quality rule found anything to accept"
     tightest = min(accepted, key=_room)

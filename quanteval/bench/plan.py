@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+import itertools
+import math
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from quanteval.bench.client import Slot, follow
+from quanteval.bench.client import LoadPoint
+from quanteval.bench.closed_loop import closed_loop
 from quanteval.bench.workload import (
     Bucket,
+    PlannedRequest,
     PromptMaker,
     corpus_fingerprint,
-    describe_buckets,
-    make_requests,
+    draw_buckets,
+    requests_digest,
 )
 from quanteval.errors import ConfigError
-from quanteval.interfaces import Request, Session
+from quanteval.interfaces import Session
 from quanteval.records import RequestTrace
 
 WARMUP = "warmup"
@@ -43,140 +45,123 @@ class LoadBench:
     """The standard plan; fields are those of conf/bench/*.yaml.
 
     Outputs have a fixed length (the end token is ignored), so that every variant does equal work.
-    In a closed loop `concurrency` slots are kept full: each sends its next request when the last one
-    ended. Requests that did not run with all slots full the whole time (the first and the last few)
-    are kept in the traces and left out of steady-state figures (see `metrics.latency`).
+    Each load point begins with one unmeasured request a slot, of staggered output lengths, so that
+    the slots do not run in step; measured requests follow, and fillers keep all slots full until
+    the last of those has ended. Unmeasured requests are in the traces, marked `warmup`.
     """
 
     buckets: tuple[Bucket, ...] = (Bucket(32, 128, 0.7), Bucket(256, 512, 0.3))
-    output_tokens: int = 32
-    single_stream_requests: int = 6
+    output_tokens: int = 24
+    single_stream_requests: int = 5
     concurrencies: tuple[int, ...] = (4, 8)
-    requests_per_slot: int = 3
+    requests_per_slot: int = 2
     repetitions: int = 1
     timeout_s: float = 300.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.buckets:
-            raise ValueError('buckets "[]" must hold at least one length range')
+        names = [bucket.name for bucket in self.buckets]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f'buckets "{names}" must be length ranges, at least one and no two alike'
+            )
         for name in ("output_tokens", "single_stream_requests", "requests_per_slot", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} "{getattr(self, name)}" must be at least 1')
-        if any(c < 1 for c in self.concurrencies):
-            raise ValueError(f'concurrencies "{list(self.concurrencies)}" must be at least 1')
-        if self.timeout_s <= 0:
-            raise ValueError(f'timeout_s "{self.timeout_s}" must be positive')
+        loads = self.concurrencies
+        if any(c < 1 for c in loads) or len(set(loads)) < len(loads):
+            raise ValueError(f'concurrencies "{list(loads)}" must be at least 1, no two alike')
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f'timeout_s "{self.timeout_s}" must be positive and finite')
+        if self.seed < 0:
+            raise ValueError(f'seed "{self.seed}" must not be negative')
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the traces depend on besides the served model."""
+        """Everything the traces depend on besides the served model, the planned requests by their hash."""
+        planned = [request for _, requests in self.load_points() for request in requests]
         return {
             "kind": "load",
-            "buckets": describe_buckets(self.buckets),
-            "output_tokens": self.output_tokens,
-            "single_stream_requests": self.single_stream_requests,
+            **asdict(self),
+            "buckets": [asdict(bucket) for bucket in self.buckets],
             "concurrencies": list(self.concurrencies),
-            "requests_per_slot": self.requests_per_slot,
-            "repetitions": self.repetitions,
-            "timeout_s": self.timeout_s,
-            "seed": self.seed,
+            "requests_sha256": requests_digest(planned),
             "corpus": corpus_fingerprint(),
         }
 
     def run(self, session: Session) -> Iterator[RequestTrace]:
         """Warm up, then yield the traces of every load point.
 
-        Raises ConfigError when a bucket does not fit the session's context.
+        Raises ConfigError before the first request when a bucket does not fit the session's
+        context, and EngineError when the engine hangs.
         """
         for bucket in self.buckets:
-            if bucket.high + self.output_tokens > session.max_context:
+            output = self._output_tokens(bucket)
+            if bucket.high + output > session.max_context:
                 raise ConfigError(
-                    f'bench bucket "{bucket.name}" with {self.output_tokens} output tokens is longer than '
-                    f"the {session.max_context} tokens a request may hold"
+                    f'bench bucket "{bucket.name}" with {output} output tokens does not fit the '
+                    f"{session.max_context} tokens a request may hold: choose shorter ones, or a larger cache"
                 )
         maker = PromptMaker(session.tokenizer, self.seed)
-        yield from self._one_by_one(session, self._warmup_requests(maker), WARMUP, warmup=True)
+        numbers = itertools.count()
+        for point, requests in self.load_points():
+            fillers = _fillers(point, requests, numbers) if not point.warmup else iter(())
+            yield from closed_loop(session, maker, point, requests, fillers, self.timeout_s)
+
+    def load_points(self) -> Iterator[tuple[LoadPoint, list[PlannedRequest]]]:
+        """Yield every load point in order with its requests, fillers left out: the same at every call."""
+        places = itertools.count()
+        warmup = LoadPoint(WARMUP, 1, warmup=True)
+        yield warmup, self._plan(warmup, [(b, b.high) for b in self.buckets], places)
         for repetition in range(self.repetitions):
-            single = self._single_stream_requests(maker, repetition)
-            yield from self._one_by_one(session, single, SINGLE_STREAM, repetition=repetition)
-            for concurrency in self.concurrencies:
-                yield from self._closed_loop(session, maker, concurrency, repetition)
+            single = LoadPoint(SINGLE_STREAM, 1, repetition)
+            yield single, self._plan(single, self._in_turns(), places)
+            for slots in self.concurrencies:
+                loop = LoadPoint(f"closed_loop_{slots}", slots, repetition)
+                yield loop, self._plan(loop, self._mixed(loop.name, slots), places)
 
-    def _warmup_requests(self, maker: PromptMaker) -> list[tuple[Request, Bucket]]:
-        return [
-            pair
-            for bucket in self.buckets
-            for pair in make_requests(
-                maker, [bucket], 1, output_tokens=self.output_tokens, seed=self.seed,
-                prefix=f"warmup-{bucket.name}",
-            )
-        ]  # fmt: skip
+    def _plan(
+        self, point: LoadPoint, chosen: Sequence[tuple[Bucket, int]], places: Iterator[int]
+    ) -> list[PlannedRequest]:
+        """Number the requests; the first of each slot is its ramp, and ends after its own share of an output."""
+        ramp = 0 if point.warmup else point.concurrency
+        planned = []
+        for i, (bucket, length) in enumerate(chosen):
+            name = f"{point.name}-{point.repetition}-{i}"
+            output = self._output_tokens(bucket)
+            if i < ramp:
+                part = max(1, output * (i + 1) // (ramp + 1))
+                request = PlannedRequest(name, bucket.name, length, part, next(places), "ramp")
+            else:
+                request = PlannedRequest(name, bucket.name, length, output, next(places))
+            planned.append(request)
+        return planned
 
-    def _single_stream_requests(
-        self, maker: PromptMaker, repetition: int
-    ) -> list[tuple[Request, Bucket]]:
-        """As many for each bucket, in turns, so that a drift of the machine meets all of them alike."""
-        lists = [
-            make_requests(
-                maker, [bucket], self.single_stream_requests, output_tokens=self.output_tokens,
-                seed=self.seed + repetition, prefix=f"single-{repetition}-{bucket.name}",
-            )
-            for bucket in self.buckets
-        ]  # fmt: skip
-        return [pair for row in zip(*lists, strict=True) for pair in row]
+    def _output_tokens(self, bucket: Bucket) -> int:
+        return bucket.output_tokens or self.output_tokens
 
-    def _one_by_one(
-        self,
-        session: Session,
-        pairs: Sequence[tuple[Request, Bucket]],
-        load_point: str,
-        *,
-        repetition: int = 0,
-        warmup: bool = False,
-    ) -> Iterator[RequestTrace]:
-        origin = time.perf_counter()
-        for request, bucket in pairs:
-            slot = Slot(load_point, 1, repetition, warmup, bucket.name, origin)
-            yield follow(session, request, slot, self.timeout_s)
+    def _in_turns(self) -> list[tuple[Bucket, int]]:
+        """One to begin with, then as many of each bucket in turns: a drift of the machine meets all alike.
 
-    def _closed_loop(
-        self, session: Session, maker: PromptMaker, concurrency: int, repetition: int
-    ) -> Iterator[RequestTrace]:
-        name = f"closed_loop_{concurrency}"
-        pairs = make_requests(
-            maker,
-            self.buckets,
-            concurrency * self.requests_per_slot,
-            output_tokens=self.output_tokens,
-            seed=self.seed + 1000 * concurrency + repetition,
-            prefix=f"{name}-{repetition}",
-        )
-        waiting: queue.SimpleQueue[tuple[Request, Bucket]] = queue.SimpleQueue()
-        for pair in pairs:
-            waiting.put(pair)
-        done: queue.SimpleQueue[RequestTrace] = queue.SimpleQueue()
-        stop = threading.Event()
-        origin = time.perf_counter()
+        Lengths are the same in every repetition; only the texts differ.
+        """
+        rng = random.Random(f"{self.seed}/{SINGLE_STREAM}")
+        chosen = [self.buckets[0], *self.buckets * self.single_stream_requests]
+        return [(bucket, rng.randint(bucket.low, bucket.high)) for bucket in chosen]
 
-        def fill_slot() -> None:
-            while not stop.is_set():
-                try:
-                    request, bucket = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                slot = Slot(name, concurrency, repetition, False, bucket.name, origin)
-                done.put(follow(session, request, slot, self.timeout_s))
+    def _mixed(self, name: str, slots: int) -> list[tuple[Bucket, int]]:
+        """One for each slot to begin with, then the measured ones, both in the shares of the weights."""
+        rng = random.Random(f"{self.seed}/{name}")
+        chosen = draw_buckets(self.buckets, slots, rng)
+        chosen += draw_buckets(self.buckets, slots * self.requests_per_slot, rng)
+        return [(bucket, rng.randint(bucket.low, bucket.high)) for bucket in chosen]
 
-        threads = [
-            threading.Thread(target=fill_slot, name=f"{name}-{i}", daemon=True)
-            for i in range(concurrency)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in pairs:
-                yield done.get()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(self.timeout_s)
+
+def _fillers(
+    point: LoadPoint, requests: Sequence[PlannedRequest], numbers: Iterator[int]
+) -> Iterator[PlannedRequest]:
+    """Yield requests like the measured ones without end; their places come from the far end."""
+    like = itertools.cycle([request for request in requests if request.role == "measured"])
+    for request in like:
+        number = next(numbers)
+        name = f"{point.name}-{point.repetition}-filler-{number}"
+        yield replace(request, request_id=name, place=-1 - number, role="filler")

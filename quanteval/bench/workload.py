@@ -1,40 +1,95 @@
 """Requests of exact token lengths made of real text, the same ones for every variant.
 
-The text is the Python language reference (`pydoc_data.topics`); each prompt starts elsewhere in it, so
-that no two share a prefix that a cache could serve.
+What is sent is planned before a tokenizer exists (`PlannedRequest`: lengths, order, place in the text), so that a plan
+can be hashed; `PromptMaker` then cuts the prompts out of the Python language reference (`pydoc_data.topics`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import math
 import platform
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Literal
+
+import numpy as np
 
 from quanteval.interfaces import Prompt, Request, Sampling, Tokenizer
+
+PREFIX_TOKENS = 8
+"""No two prompts begin with the same so many tokens of text; prefix caches share pages of 16 and more."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of prompt lengths in tokens (both ends included) and its share of the traffic."""
+    """A range of prompt lengths in tokens (both ends included), its share of the traffic, and its output length.
+
+    `output_tokens` None means the plan's.
+    """
 
     low: int
     high: int
     weight: float = 1.0
+    output_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ValueError(f'bucket "{self.low}-{self.high}" must be 1 <= low <= high')
-        if self.weight <= 0:
-            raise ValueError(f'weight "{self.weight}" must be positive')
+            raise ValueError(f'bucket "{self.name}" must be 1 <= low <= high')
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f'weight "{self.weight}" of bucket "{self.name}" must be positive')
+        if self.output_tokens is not None and self.output_tokens < 1:
+            raise ValueError(
+                f'output_tokens "{self.output_tokens}" of bucket "{self.name}" must be at least 1'
+            )
 
     @property
     def name(self) -> str:
         """'low-high'."""
         return f"{self.low}-{self.high}"
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """A request before it has a text.
+
+    `place` picks where in the text its prompt begins: no two requests of a plan have the same.
+    Steady-state figures rest on `measured` requests alone: `ramp` ones fill the slots before them,
+    `filler` ones keep the slots full until the last of them has ended.
+    """
+
+    request_id: str
+    bucket: str
+    prompt_tokens: int
+    output_tokens: int
+    place: int
+    role: Literal["ramp", "measured", "filler"] = "measured"
+
+
+def requests_digest(requests: Iterable[PlannedRequest]) -> str:
+    """Return the sha256 of planned requests in their order."""
+    plain = [dataclasses.astuple(request) for request in requests]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
+def draw_buckets(buckets: Sequence[Bucket], count: int, rng: random.Random) -> list[Bucket]:
+    """Return `count` buckets in random order, in shares as near to the weights as `count` allows.
+
+    Largest remainders, so that two draws of one size differ in their order alone.
+    """
+    total = sum(bucket.weight for bucket in buckets)
+    exact = [count * bucket.weight / total for bucket in buckets]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(buckets)), key=lambda i: shares[i] - exact[i])
+    for i in by_remainder[: count - sum(shares)]:
+        shares[i] += 1
+    chosen = [bucket for bucket, share in zip(buckets, shares, strict=True) for _ in range(share)]
+    rng.shuffle(chosen)
+    return chosen
 
 
 @cache
@@ -46,66 +101,39 @@ def corpus() -> str:
 
 
 def corpus_fingerprint() -> dict[str, str]:
-    """Return what identifies the text."""
+    """Return what identifies the text; it differs between Python versions."""
     digest = hashlib.sha256(corpus().encode()).hexdigest()
     return {"text": "pydoc_data.topics", "sha256": digest, "python": platform.python_version()}
 
 
 class PromptMaker:
-    """Cuts prompts of exact lengths out of the corpus, each from a place of its own."""
+    """Turns planned requests into requests; safe to use from several threads once built.
+
+    A prompt starts where the next PREFIX_TOKENS tokens occur for the first time in the text, so
+    prompts from different places share no longer beginning (the text repeats whole sections), and
+    wraps around at the text's end, so that it always has the length asked for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._random = random.Random(seed)
         self._ids = tokenizer.encode(corpus())
         begin = tokenizer.bos_token_id
         self._begin = () if begin is None else (begin,)
-        self._starts: set[int] = set()
-
-    def prompt(self, tokens: int) -> Prompt:
-        """Return a prompt of exactly `tokens` ids, the begin token included where there is one."""
-        body = max(tokens - len(self._begin), 0)
-        latest = max(len(self._ids) - body, 1)
-        start = self._random.randrange(latest)
-        while start in self._starts and len(self._starts) < latest:
-            start = self._random.randrange(latest)
-        self._starts.add(start)
-        ids = (self._begin + self._ids[start : start + body])[:tokens]
-        return Prompt(self._tokenizer.decode(ids), ids)
-
-
-def make_requests(
-    maker: PromptMaker,
-    buckets: Sequence[Bucket],
-    count: int,
-    *,
-    output_tokens: int,
-    seed: int,
-    prefix: str,
-) -> list[tuple[Request, Bucket]]:
-    """Return `count` requests over the buckets by weight, lengths uniform within each.
-
-    Shares are kept as closely as `count` allows (largest remainders), then the order is shuffled.
-    """
-    rng = random.Random(seed)
-    total = sum(bucket.weight for bucket in buckets)
-    exact = [count * bucket.weight / total for bucket in buckets]
-    shares = [int(share) for share in exact]
-    by_remainder = sorted(range(len(buckets)), key=lambda i: shares[i] - exact[i])
-    for i in by_remainder[: count - sum(shares)]:
-        shares[i] += 1
-    chosen = [bucket for bucket, share in zip(buckets, shares, strict=True) for _ in range(share)]
-    rng.shuffle(chosen)
-    sampling = Sampling(output_tokens, ignore_eos=True)
-    return [
-        (
-            Request(f"{prefix}-{i}", maker.prompt(rng.randint(bucket.low, bucket.high)), sampling),
-            bucket,
+        windows = np.lib.stride_tricks.sliding_window_view(
+            np.asarray(self._ids, dtype=np.int32), PREFIX_TOKENS
         )
-        for i, bucket in enumerate(chosen)
-    ]
+        _, firsts = np.unique(windows, axis=0, return_index=True)
+        self._starts = np.sort(firsts)
+        np.random.default_rng(seed).shuffle(self._starts)
 
-
-def describe_buckets(buckets: Sequence[Bucket]) -> list[dict[str, Any]]:
-    """Return buckets as plain JSON."""
-    return [{"low": b.low, "high": b.high, "weight": b.weight} for b in buckets]
+    def request(self, planned: PlannedRequest) -> Request:
+        """Return the request with a prompt of exactly the planned length, BOS included where there is one."""
+        body = planned.prompt_tokens - len(self._begin)
+        start = int(self._starts[planned.place % len(self._starts)])
+        around = (start + body) // len(self._ids) + 1
+        ids = self._begin + (self._ids * around)[start : start + body]
+        return Request(
+            planned.request_id,
+            Prompt(self._tokenizer.decode(ids), ids),
+            Sampling(planned.output_tokens, ignore_eos=True),
+        )

@@ -2,22 +2,25 @@
 
 TTFT runs from sending to the first chunk with tokens. A chunk of k tokens after a gap g counts as k
 inter-token latencies of g/k; what the first chunk holds beyond its first token has no gap and counts
-for none. TPOT is (E2E - TTFT) / (output tokens - 1). Warm-up and failed requests are in none of them.
+for none. TPOT is (E2E - TTFT) / (output tokens - 1). Requests marked as warm-up, failed requests and
+those that did not run with all slots full from beginning to end are in none of them. A figure that
+cannot be computed is None.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quanteval.records import RequestTrace
 from quanteval.stats.intervals import quantile_bounds
 
 QUANTILES = (0.5, 0.95, 0.99)
+ALPHA = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,35 +54,47 @@ class LoadPointSummary:
     concurrency: int
     bucket: str | None
     requests: int
+    """Requests sent to be measured."""
     failed: int
+    """Those of them that did not end well."""
+    failures: Mapping[str, int]
+    """Every failure by status, those of unmeasured requests too (fillers are cancelled by design)."""
     ttft: Distribution
     itl: Distribution
+    """Its quantiles have no bounds: the gaps of one request depend on each other."""
     tpot: Distribution
     e2e: Distribution
     request_rate: float | None
-    """Requests per second."""
+    """Requests per second that ended well."""
     output_tps: float | None
     """Output tokens per second over all streams."""
+    output_tps_runs: tuple[float, ...]
+    """The same for each repetition that had a steady state."""
     stream_tps: float | None
     """Output tokens per second of the median stream, its TTFT left out."""
     steady_requests: int
-    """Requests that ran with all slots full from their start to their end."""
+    """Measured requests that ended well and ran with all slots full from their start to their end."""
 
 
-def distribution(values: Iterable[float]) -> Distribution:
-    """Return p50, p95 and p99 (linear interpolation) with order-statistic bounds."""
-    array = np.sort(np.asarray(list(values), dtype=np.float64))
-    n = int(array.size)
-    if n == 0:
-        return Distribution(0, ())
-    return Distribution(n, tuple(_quantile(array, q) for q in QUANTILES))
+@dataclass(frozen=True)
+class Slo:
+    """Limits that a request must meet, in seconds; None is no limit."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def met_by(self, trace: RequestTrace) -> bool:
+        """Whether a request ended well within every limit."""
+        if not _ok(trace):
+            return False
+        pairs = (
+            (ttft_s(trace), self.ttft_s), (tpot_s(trace), self.tpot_s), (e2e_s(trace), self.e2e_s)
+        )  # fmt: skip
+        return all(seen is None or limit is None or seen <= limit for seen, limit in pairs)
 
 
-def _quantile(array: NDArray[np.float64], q: float) -> Quantile:
-    bounds = quantile_bounds(array, q, 0.05)
-    lower = bounds.lower if math.isfinite(bounds.lower) else None
-    upper = bounds.upper if math.isfinite(bounds.upper) else None
-    return Quantile(q, float(np.quantile(array, q)), lower, upper, int(array.size))
+# --------------------------------------------------------------------------- one request
 
 
 def ttft_s(trace: RequestTrace) -> float:
@@ -100,114 +115,191 @@ def e2e_s(trace: RequestTrace) -> float:
 
 
 def tpot_s(trace: RequestTrace) -> float | None:
-    """Return the seconds per output token after the first, None for a single token."""
-    if trace.output_tokens < 2:
+    """Return the seconds per output token after the first, None for a single token or a single chunk.
+
+    One chunk of many tokens says nothing about the time between them.
+    """
+    if len(trace.chunk_times_s) < 2:
         return None
     return (e2e_s(trace) - ttft_s(trace)) / (trace.output_tokens - 1)
 
 
 def cold_start_s(traces: Sequence[RequestTrace]) -> float | None:
-    """Return the TTFT of the very first request, None without a warm-up that succeeded."""
-    first = next((t for t in traces if t.warmup), None)
-    return ttft_s(first) if first is not None and _ok(first) else None
+    """Return the TTFT of the very first request, None when that was no warm-up or did not end well."""
+    first = next(iter(traces), None)
+    if first is None or not first.warmup or not _ok(first):
+        return None
+    return ttft_s(first)
 
 
 def _ok(trace: RequestTrace) -> bool:
     return trace.status == "ok" and bool(trace.chunk_times_s)
 
 
+# --------------------------------------------------------------------------- many requests
+
+
+def distribution(values: Iterable[float], *, independent: bool = True) -> Distribution:
+    """Return p50, p95 and p99 (linear interpolation), for independent values with order-statistic bounds."""
+    array = np.fromiter(values, dtype=np.float64)
+    if array.size == 0:
+        return Distribution(0, ())
+    quantiles = []
+    for q in QUANTILES:
+        found = quantile_bounds(array, q, ALPHA)
+        lower, upper = (
+            bound if independent and math.isfinite(bound) else None
+            for bound in (found.lower, found.upper)
+        )
+        quantiles.append(Quantile(q, found.point, lower, upper, found.n))
+    return Distribution(int(array.size), tuple(quantiles))
+
+
 def summarize(traces: Sequence[RequestTrace], *, by_bucket: bool = False) -> list[LoadPointSummary]:
     """Return a summary for each load point (and bucket) in order of appearance, the warm-up left out."""
-    groups: dict[tuple[str, str | None], list[RequestTrace]] = {}
+    groups: dict[str, list[RequestTrace]] = {}
     for trace in traces:
-        if not trace.warmup:
-            key = (trace.load_point, trace.bucket if by_bucket else None)
-            groups.setdefault(key, []).append(trace)
-    return [_summary(bucket, group) for (_, bucket), group in groups.items()]
+        groups.setdefault(trace.load_point, []).append(trace)
+    found = []
+    for group in groups.values():
+        measured = [trace for trace in group if not trace.warmup]
+        buckets = dict.fromkeys(trace.bucket if by_bucket else None for trace in measured)
+        found += [_summary(bucket, group) for bucket in buckets]
+    return found
 
 
 def _summary(bucket: str | None, group: Sequence[RequestTrace]) -> LoadPointSummary:
-    good = [trace for trace in group if _ok(trace)]
-    repetitions: dict[int, list[RequestTrace]] = {}
-    for trace in group:
-        repetitions.setdefault(trace.repetition, []).append(trace)
-    steady = [trace for part in repetitions.values() for trace in _steady(part) if _ok(trace)]
-    tpot = [value for trace in good if (value := tpot_s(trace)) is not None]
+    mine = [trace for trace in group if bucket in (None, trace.bucket)]
+    measured = [trace for trace in mine if not trace.warmup]
+    runs = _by_repetition(group)
+    steady = [t for run in runs for t in steady_requests(run) if bucket in (None, t.bucket)]
+    tpot = [value for trace in steady if (value := tpot_s(trace)) is not None]
+    tps_runs = [] if bucket is not None else [r for run in runs if (r := _rate([run], _tokens))]
     median = float(np.median(tpot)) if tpot else 0.0
-    rates = None if bucket is not None else _rates(repetitions.values())
     return LoadPointSummary(
         load_point=group[0].load_point,
         concurrency=group[0].concurrency,
         bucket=bucket,
-        requests=len(group),
-        failed=len(group) - len(good),
+        requests=len(measured),
+        failed=sum(not _ok(trace) for trace in measured),
+        failures=Counter(
+            trace.status if trace.status != "ok" else "error"
+            for trace in mine
+            if not _ok(trace) and not (trace.warmup and trace.status == "cancelled")
+        ),
         ttft=distribution(ttft_s(trace) for trace in steady),
-        itl=distribution(gap for trace in steady for gap in itl_s(trace)),
-        tpot=distribution(value for trace in steady if (value := tpot_s(trace)) is not None),
+        itl=distribution((gap for t in steady for gap in itl_s(t)), independent=False),
+        tpot=distribution(tpot),
         e2e=distribution(e2e_s(trace) for trace in steady),
-        request_rate=rates[0] if rates else None,
-        output_tps=rates[1] if rates else None,
+        request_rate=None if bucket is not None else _rate(runs, _ended(_ok)),
+        output_tps=None if bucket is not None else _rate(runs, _tokens),
+        output_tps_runs=tuple(tps_runs),
         stream_tps=1 / median if median > 0 else None,
         steady_requests=len(steady),
     )
 
 
-def steady_window(group: Sequence[RequestTrace]) -> tuple[float, float] | None:
-    """Return when all slots of one repetition were full: from the last first request sent until the
-    first slot found nothing left to send. None when that never was.
+def goodput(traces: Sequence[RequestTrace], slo: Slo) -> dict[str, float | None]:
+    """Return requests/s that met every limit, by load point; None where there was no steady state."""
+    points = dict.fromkeys(trace.load_point for trace in traces if not trace.warmup)
+    return {
+        name: _rate(
+            _by_repetition([t for t in traces if t.load_point == name]), _ended(slo.met_by), zero=True
+        )
+        for name in points
+    }  # fmt: skip
+
+
+def _by_repetition(group: Sequence[RequestTrace]) -> list[list[RequestTrace]]:
+    runs: dict[int, list[RequestTrace]] = {}
+    for trace in group:
+        runs.setdefault(trace.repetition, []).append(trace)
+    return list(runs.values())
+
+
+# --------------------------------------------------------------------------- the steady state
+
+
+def full_interval(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
+    """Return from when until when all slots of one repetition were full, None when they never were.
+
+    It begins when the last slot sends its first request, and ends when a request ends that no other
+    follows in its slot. The moment between an end and the next request of that slot is within.
     """
-    concurrency = group[0].concurrency
-    if concurrency == 1:
-        return (min(t.sent_s for t in group), max(t.end_s for t in group))
-    sent = sorted(trace.sent_s for trace in group)
-    if len(sent) < concurrency:
-        return None
-    full_from = sent[concurrency - 1]
-    last_sent = sent[-1]
-    ends = sorted(trace.end_s for trace in group if trace.end_s >= last_sent)
-    if not ends or ends[0] <= full_from:
-        return None
-    return full_from, ends[0]
+    concurrency = run[0].concurrency
+    changes = sorted([(t.end_s, -1) for t in run] + [(t.sent_s, 1) for t in run])
+    begin = end = None
+    running = 0
+    for at, change in changes:
+        if change < 0 and running >= concurrency:
+            end = at
+        running += change
+        if begin is None and running >= concurrency:
+            begin = at
+    return None if begin is None or end is None else (begin, end)
 
 
-def _steady(group: Sequence[RequestTrace]) -> list[RequestTrace]:
-    """Return the requests that count: in a closed loop those sent while all slots were full.
+def steady_window(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
+    """Return the interval over which one repetition's rates are taken, None without a steady state.
 
-    The first request of each slot is left out (they start together, which no steady load does).
-    Without enough requests for a steady state all of them count.
+    All slots are full, and each has finished what it sent before the first measured request began.
     """
-    window = steady_window(group)
-    if group[0].concurrency == 1 or window is None:
-        return list(group)
-    first = sorted(group, key=lambda t: t.sent_s)[: group[0].concurrency]
-    inside = [trace for trace in group if trace not in first and trace.sent_s <= window[1]]
-    return inside or list(group)
-
-
-def _rates(repetitions: Iterable[Sequence[RequestTrace]]) -> tuple[float, float] | None:
-    """Return requests/s and output tokens/s over the steady windows.
-
-    A request counts for the share of its tokens that arrived inside the window.
-    """
-    seconds = tokens = requests = 0.0
-    for group in repetitions:
-        window = steady_window(group)
-        if window is None or window[1] <= window[0]:
-            continue
-        seconds += window[1] - window[0]
-        for trace in group:
-            if not _ok(trace):
-                continue
-            inside = sum(
-                count
-                for at, count in zip(trace.chunk_times_s, trace.chunk_tokens, strict=True)
-                if window[0] <= at <= window[1]
-            )
-            tokens += inside
-            requests += inside / trace.output_tokens
-    if seconds <= 0 or tokens <= 0:
+    full = full_interval(run)
+    first = min((trace.sent_s for trace in run if not trace.warmup), default=None)
+    if full is None or first is None:
         return None
-    return requests / seconds, tokens / seconds
+    ramp = [trace.end_s for trace in run if trace.warmup and trace.sent_s < first]
+    begin = max([full[0], *ramp])
+    return (begin, full[1]) if full[1] > begin else None
+
+
+def steady_requests(run: Sequence[RequestTrace]) -> list[RequestTrace]:
+    """Return one repetition's measured requests that ended well and ran with all slots full throughout."""
+    full = full_interval(run)
+    if full is None:
+        return []
+    alone = run[0].concurrency == 1
+    return [
+        trace
+        for trace in run
+        if not trace.warmup
+        and _ok(trace)
+        and (trace.sent_s > full[0] or alone)
+        and trace.end_s <= full[1]
+    ]
+
+
+Count = Callable[[RequestTrace, float, float], int]
+
+
+def _tokens(trace: RequestTrace, begin: float, end: float) -> int:
+    """Tokens that arrived in (begin, end]; a failed request's are not output, a cancelled filler's are."""
+    if not _ok(trace) and not (trace.warmup and trace.status == "cancelled"):
+        return 0
+    arrivals = zip(trace.chunk_times_s, trace.chunk_tokens, strict=True)
+    return sum(count for at, count in arrivals if begin < at <= end)
+
+
+def _ended(good: Callable[[RequestTrace], bool]) -> Count:
+    def count(trace: RequestTrace, begin: float, end: float) -> int:
+        return int(begin < trace.end_s <= end and good(trace))
+
+    return count
+
+
+def _rate(
+    runs: Iterable[Sequence[RequestTrace]], count: Count, *, zero: bool = False
+) -> float | None:
+    """Return counts per second over the steady windows; None for none at all unless `zero` is an answer."""
+    seconds = total = 0.0
+    for run in runs:
+        window = steady_window(run)
+        if window is not None:
+            seconds += window[1] - window[0]
+            total += sum(count(trace, *window) for trace in run)
+    if seconds <= 0 or (total == 0 and not zero):
+        return None
+    return total / seconds
 
 
 def best_point(summaries: Sequence[LoadPointSummary]) -> LoadPointSummary | None:

@@ -14,6 +14,8 @@ from quanteval.interfaces import ScoreSet
 from quanteval.stats import clustered_ratio, wilson_interval
 
 CONFIDENCE = 0.95
+SUMMED = ("perplexity", "divergence")
+"""Kinds whose values are sums over tokens."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,28 @@ class Metric:
     confidence: float = CONFIDENCE
 
 
-def require_finite(scores: ScoreSet) -> None:
-    """Raise EvidenceError naming the first sample without a usable value, or when there are none."""
+def require_usable(scores: ScoreSet) -> None:
+    """Raise EvidenceError naming the first sample without a usable value, or when there are none.
+
+    A sum over tokens needs all of them: there an errored sample has no value. A pass rate counts it as 0.
+    """
+    where = f'task "{scores.record.task}"'
     if not scores.sample_ids:
-        raise EvidenceError(f'task "{scores.record.task}" has no samples')
+        raise EvidenceError(f"{where} has no samples")
+    summed = scores.record.kind in SUMMED
     for index, sample_id in enumerate(scores.sample_ids):
-        if not math.isfinite(scores.value[index]):
-            raise EvidenceError(
-                f'task "{scores.record.task}": sample "{sample_id}" has the value {scores.value[index]}'
-            )
+        value, weight = scores.value[index], scores.weight[index]
+        if summed and scores.status[index] in ("error", "timeout"):
+            raise EvidenceError(f'{where}: sample "{sample_id}" is an {scores.status[index]}')
+        if not math.isfinite(value):
+            raise EvidenceError(f'{where}: sample "{sample_id}" has the value {value}')
+        if summed and not 0 < weight < math.inf:
+            raise EvidenceError(f'{where}: sample "{sample_id}" has {weight:g} scored tokens')
 
 
 def metrics_of(scores: ScoreSet) -> list[Metric]:
     """Return a task's metrics, the main one first; EvidenceError when they cannot be computed."""
-    require_finite(scores)
+    require_usable(scores)
     makers: dict[str, Callable[[ScoreSet], list[Metric]]] = {
         "code": _pass_rate,
         "perplexity": _perplexity,
@@ -56,11 +66,16 @@ def metrics_of(scores: ScoreSet) -> list[Metric]:
 
 
 def _pass_rate(scores: ScoreSet) -> list[Metric]:
-    passed, n = int(scores.value.sum()), len(scores.sample_ids)
-    interval = wilson_interval(passed, n, CONFIDENCE)
-    return [
-        Metric("pass@1", passed / n, interval.lower, interval.upper, n, "problems", "share", True)
-    ]
+    """Wilson's interval for 0/1 scores; the clustered one for shares of passed samples a problem."""
+    errored = np.array([status == "error" for status in scores.status], dtype=bool)
+    value, n = np.where(errored, 0.0, scores.value), len(scores.sample_ids)
+    if np.isin(value, (0.0, 1.0)).all():
+        interval = wilson_interval(int(value.sum()), n, CONFIDENCE)
+        rate, lower, upper = float(value.mean()), interval.lower, interval.upper
+    else:
+        rate, low, high = _ratio(value, np.ones_like(value))
+        lower, upper = max(low or 0.0, 0.0), 1.0 if high is None else min(high, 1.0)
+    return [Metric("pass@1", rate, lower, upper, n, "problems", "share", True)]
 
 
 def _mean(scores: ScoreSet) -> list[Metric]:
@@ -97,8 +112,14 @@ def _exponential(
     name: str, totals: NDArray[np.float64], weights: NDArray[np.float64], n: int
 ) -> Metric:
     value, lower, upper = _ratio(totals, weights)
-    bounds = [None if x is None else math.exp(x) for x in (lower, upper)]
-    return Metric(name, math.exp(value), bounds[0], bounds[1], n, "documents", "", False)
+    bounds = [None if x is None else _exp(x) for x in (lower, upper)]
+    return Metric(name, _exp(value), bounds[0], bounds[1], n, "documents", "", False)
+
+
+def _exp(value: float) -> float:
+    """Return e^value, infinity where it is too large: a broken model's perplexity."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(value))
 
 
 def _divergence(scores: ScoreSet) -> list[Metric]:

@@ -29,9 +29,10 @@ def _task_lines(name: str, a: ScoreSet, b: ScoreSet) -> list[str]:
     if a.record.fingerprint != b.record.fingerprint:
         return [f"{name}: not comparable, the suites differ (see quanteval gate)"]
     try:
-        pairs = zip(metrics_of(a), metrics_of(b), strict=True)
+        before, after = metrics_of(a), {metric.name: metric for metric in metrics_of(b)}
     except EvidenceError as error:
         return [f"{name}: {line(str(error))}"]
+    pairs = [(x, after[x.name]) for x in before if x.name in after]
     lines = [
         f"{name}: {x.name} {number(x.value, 4)} -> {number(y.value, 4)} {x.unit} (n={y.n} {y.units})".rstrip()
         for x, y in pairs
@@ -48,7 +49,7 @@ def _flips(a: ScoreSet, b: ScoreSet) -> list[str]:
     for row, sample_id in enumerate(a.sample_ids):
         other = where.get(sample_id)
         if other is not None and a.value[row] != b.value[other]:
-            entry = f"{line(sample_id)} ({a.outcome[row]} -> {b.outcome[other]})"
+            entry = f"{line(sample_id)} ({_outcome(a, row)} -> {_outcome(b, other)})"
             (lost if a.value[row] > b.value[other] else gained).append(entry)
     same = int(np.isin(a.sample_ids, b.sample_ids).sum()) - len(lost) - len(gained)
     return [
@@ -58,6 +59,10 @@ def _flips(a: ScoreSet, b: ScoreSet) -> list[str]:
         *(f"  gained  {entry}" for entry in gained[:SHOWN]),
         *([f"  ... and {len(gained) - SHOWN} more"] if len(gained) > SHOWN else []),
     ]
+
+
+def _outcome(scores: ScoreSet, row: int) -> str:
+    return line(scores.outcome[row]) if scores.outcome else number(scores.value[row])
 
 
 def sample_text(sample_id: str, sides: dict[str, list[Score]]) -> str:

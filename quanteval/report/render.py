@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from quanteval.report.table import QUALITY, SIZE, SPEED, VERDICT, Cell, Column, Row, Table
 from quanteval.report.text import WIDTH, line, markdown, megabytes, milliseconds, number, wrap
@@ -118,23 +120,27 @@ def _parts(key: str, cell: Cell) -> dict[str, object]:
         f"{key}.lower": cell.lower,
         f"{key}.upper": cell.upper,
         f"{key}.n": cell.n,
-        f"{key}.note": _spreadsheet(cell.note),
+        f"{key}.note": line(cell.note),
     }
 
 
 def _spreadsheet(text: str) -> str:
     """Return one line that a spreadsheet does not take for a formula."""
     safe = line(text)
-    return (
-        "'" + safe
-        if safe[:1] in ("=", "@") or (safe[:1] in "+-" and not safe[1:2].isdigit())
-        else safe
-    )
+    return "'" + safe if safe.startswith(("=", "@", "+", "-")) else safe
 
 
 def render_json(table: Table) -> str:
-    """Return the table as it is."""
-    return json.dumps(asdict(table), indent=1, ensure_ascii=True) + "\n"
+    """Return the table as it is; NaN and infinities as strings, since JSON has no number for them."""
+    return json.dumps(_finite(asdict(table)), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # --------------------------------------------------------------------------- terminal
@@ -180,6 +186,8 @@ def _grid(table: Table, section: str) -> list[tuple[str, ...]]:
 
 def _block(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lay rows out in columns; columns that do not fit the width go into a further block."""
+    if not rows:
+        return ["", title, "  none"]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     out = ["", title]
     start = 1

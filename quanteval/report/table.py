@@ -11,7 +11,7 @@ import numpy as np
 from quanteval.errors import EvidenceError
 from quanteval.interfaces import ScoreSet, VariantEvidence
 from quanteval.metrics.latency import Distribution, best_point, point, summarize
-from quanteval.metrics.quality import Metric, metrics_of
+from quanteval.metrics.quality import metrics_of
 from quanteval.records import Finding, Manifest, Verdict
 from quanteval.stats import clustered_ratio, score_interval
 
@@ -69,7 +69,7 @@ FIXED = (
     Column("bits", "bits/weight", "number", SIZE, "resident bits over logical weights of the whole model, as served"),
     Column("linear_bits", "bits/linear", "number", SIZE, "the same over the linear layers without the output head"),
     Column("weights", "weights MB", "bytes", SIZE, "resident weights, 10^6 bytes"),
-    Column("weights_ratio", "ratio", "ratio", SIZE, "weights relative to the baseline's"),
+    Column("weights_ratio", "weights ratio", "ratio", SIZE, "weights relative to the baseline's"),
     Column("disk", "disk MB", "bytes", SIZE, "weight files of the artifact"),
     Column("peak", "peak MB", "bytes", SIZE, "peak resident memory of the serving process while serving"),
     Column("kv", "KV bytes/token", "number", SIZE, "allocated KV cache over the tokens it holds"),
@@ -78,9 +78,9 @@ FIXED = (
     Column("tpot_p50", "TPOT p50 ms", "seconds", SPEED, "time per output token after the first, one stream"),
     Column("tpot_p95", "TPOT p95 ms", "seconds", SPEED),
     Column("tps_1", "tok/s, 1 stream", "rate", SPEED, "output tokens/s of the median stream, first token left out"),
-    Column("tps_1_ratio", "ratio", "ratio", SPEED, "relative to the baseline's"),
+    Column("tps_1_ratio", "1 stream ratio", "ratio", SPEED, "relative to the baseline's"),
     Column("tps_best", "tok/s, best load", "rate", SPEED, "output tokens/s, all streams, at the concurrency named"),
-    Column("tps_best_ratio", "ratio", "ratio", SPEED, "relative to the baseline's"),
+    Column("tps_best_ratio", "best load ratio", "ratio", SPEED, "relative to the baseline's"),
 )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _size_cells(
         yield "peak", Cell(memory.process_peak_bytes)
         yield "kv", Cell(memory.kv_bytes_per_token_measured or None)
         if baseline is not None and baseline.memory is not None:
-            yield "weights_ratio", Cell(memory.weights_bytes / baseline.memory.weights_bytes)
+            yield "weights_ratio", Cell(_ratio(memory.weights_bytes, baseline.memory.weights_bytes))
 
 
 def _speed_cells(
@@ -231,11 +231,11 @@ def _quality_cell(
         if baseline is not None and baseline.name != variant.name
         else None
     )
-    note = _difference(base, scores, metric) if base is not None else ""
+    note = _difference(base, scores) if base is not None else ""
     return Cell(metric.value, metric.lower, metric.upper, metric.n, note)
 
 
-def _difference(base: ScoreSet, scores: ScoreSet, metric: Metric) -> str:
+def _difference(base: ScoreSet, scores: ScoreSet) -> str:
     """Return the paired difference to the baseline as text, '' where it means nothing."""
     if scores.record.kind == "divergence" or base.record.fingerprint != scores.record.fingerprint:
         return ""
@@ -243,14 +243,17 @@ def _difference(base: ScoreSet, scores: ScoreSet, metric: Metric) -> str:
     rows = [(row, where[i]) for row, i in enumerate(base.sample_ids) if i in where]
     if len(rows) < 2:
         return ""
-    x = base.value[[a for a, _ in rows]]
-    y = scores.value[[b for _, b in rows]]
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+    x, tokens = (column[[a for a, _ in rows]] for column in (base.value, base.weight))
+    y, same = (column[[b for _, b in rows]] for column in (scores.value, scores.weight))
+    if not (np.isfinite(x).all() and np.isfinite(y).all() and np.array_equal(tokens, same)):
         return ""
     if scores.record.kind == "perplexity":
-        found = clustered_ratio(y - x, scores.weight[[b for _, b in rows]], 0.025)
-        low, mid, high = (np.exp(v) for v in (found.lower, found.estimate, found.upper))
+        found = clustered_ratio(y - x, tokens, 0.025)
+        with np.errstate(over="ignore"):
+            low, mid, high = (np.exp(v) for v in (found.lower, found.estimate, found.upper))
         return f"x{mid:.3f} [{low:.3f}, {high:.3f}]"
+    if (np.abs(x - y) > 1).any():
+        return ""
     interval = score_interval(x - y, 0.95)
     low, mid, high = -100 * interval.upper, -100 * interval.point, -100 * interval.lower
     lost, gained = int((x > y).sum()), int((x < y).sum())

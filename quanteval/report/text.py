@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 WIDTH = 100
@@ -11,6 +12,7 @@ WIDTH = 100
 def wrap(text: str, indent: int = 2) -> list[str]:
     """Break a line at spaces so that none is longer than the width; the rest is indented."""
     out = []
+    indent = min(indent, WIDTH // 2)  # a longer one would leave no room and never end
     while len(text) > WIDTH:
         cut = text.rfind(" ", indent + 1, WIDTH + 1)
         if cut <= indent:
@@ -33,12 +35,13 @@ def line(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return one safe line in which Markdown and HTML have no meaning."""
-    return line(text).translate(_MARKDOWN)
+    """Return one safe line in which Markdown and HTML have no meaning, readable as it is too."""
+    return _ACTIVE.sub(lambda found: f"&#{ord(found[0])};", line(text))
 
 
-# An underscore inside a word means nothing in the Markdown that CI systems show.
-_MARKDOWN = {ord(c): f"&#{ord(c)};" for c in "&\\`*{}[]<>|#!~"}
+# Characters that always mean something; a ] that could end a link; what begins a block; an underscore at the edge
+# of a word. Intervals in brackets, arrows, and underscores inside names stay as they are.
+_ACTIVE = re.compile(r"[&<`*|\\~$]|\](?=[\[(:])|!(?=\[)|^[>#]|(?<!\w)_|_(?!\w)")
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -17,7 +17,7 @@ def verdict_text(verdict: Verdict) -> str:
     head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {outcome}"
     lines = [f"{head} (policy {line(verdict.policy_name)})", *wrap(f"  {line(verdict.reason)}", 2)]
     for finding in finding_rows(verdict):
-        lines += wrap(f"  {_mark(finding):3} {finding.rule}: {line(finding.sentence)}", 6)
+        lines += wrap(f"  {_mark(finding):3} {line(finding.rule)}: {line(finding.sentence)}", 6)
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,18 @@ def check_selection(task: str | None, kind: str | None) -> None:
     """Raise ValueError unless exactly one of `task` and `kind` is given."""
     if (task is None) == (kind is None):
         raise ValueError(f'task "{task}" and kind "{kind}": give exactly one of them')
+
+
+def check_share(name: str, value: float, *, below: float = math.inf) -> None:
+    """Raise ValueError unless 0 <= value <= 1 and value < below; NaN, which no comparison trips, is refused too."""
+    if not (0 <= value <= 1 and value < below):
+        raise ValueError(f'{name} "{value}" must be a share between 0 and 1')
+
+
+def check_alpha(alpha: float | None) -> None:
+    """Raise ValueError for a level that is none; None means the policy's."""
+    if alpha is not None and not 0 < alpha < 0.5:
+        raise ValueError(f'alpha "{alpha}" must be between 0 and 0.5')
 
 
 def bare(name: str, *, required: bool, outcome: Outcome, sentence: str, task: str = "") -> Finding:
@@ -133,6 +146,13 @@ def percent(share: float) -> str:
 
 
 def first_non_finite(scores: ScoreSet) -> str | None:
-    """Return the id of the first sample whose value is NaN or infinite."""
-    bad = np.flatnonzero(~np.isfinite(scores.value))
+    """Return the id of the first sample whose value or weight is NaN or infinite."""
+    bad = np.flatnonzero(~(np.isfinite(scores.value) & np.isfinite(scores.weight)))
     return scores.sample_ids[int(bad[0])] if bad.size else None
+
+
+def first_unscored(scores: ScoreSet) -> str | None:
+    """Return the id of the first sample whose sum over tokens cannot be used: errored, not finite, or no token."""
+    good = np.isfinite(scores.value) & np.isfinite(scores.weight) & (scores.weight > 0)
+    good &= np.array([status not in ("error", "timeout") for status in scores.status], dtype=bool)
+    return None if good.all() else scores.sample_ids[int(np.argmin(good))]

@@ -6,6 +6,7 @@ other share no conditions but the machine, so such a finding says that it is ind
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +39,7 @@ class Budget:
         given = [x for x in (self.max_ratio, self.min_ratio, self.max_value) if x is not None]
         if len(given) != 1:
             raise ValueError(f'"{given}": give exactly one of max_ratio, min_ratio, max_value')
-        if given[0] <= 0:
+        if not 0 < given[0] < math.inf:
             raise ValueError(f'limit "{given[0]}" must be positive')
 
     def check(
@@ -51,6 +52,10 @@ class Budget:
             outcome: Outcome = "invalid" if self.required else "skipped"
             sentence = f"{self.metric} of {side} was not measured"
             return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]
+        for evidence, found in ((baseline, before), (candidate, after)):
+            if problem := found.problem:
+                sentence = f"{self.metric} of {evidence.name} says nothing: {problem}"
+                return [bare(name, required=self.required, outcome="invalid", sentence=sentence)]
         ratio = after.value / before.value
         limit = self.max_ratio or self.min_ratio or self.max_value or 0.0
         seen = after.value if self.max_value is not None else ratio
@@ -84,10 +89,18 @@ class Budget:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cost and how many observations it rests on."""
+    """A cost, how many observations it rests on, and how many requests failed while it was measured."""
 
     value: float
     n: int = 1
+    failed: int = 0
+
+    @property
+    def problem(self) -> str:
+        """Why this cost must not be compared, '' when it may: survivors of a failing server look fast."""
+        if self.failed:
+            return f"{self.failed} of its requests failed"
+        return "" if 0 < self.value < math.inf else f"it is {self.value:g}"
 
 
 def measure(metric: str, evidence: VariantEvidence) -> Measured | None:
@@ -112,7 +125,7 @@ def _timing(metric: str, evidence: VariantEvidence) -> Measured | None:
         return None
     if metric.endswith("_tps"):
         rate = at.output_tps if metric == "best_output_tps" else at.stream_tps
-        return None if rate is None else Measured(rate, at.requests)
+        return None if rate is None else Measured(rate, at.requests, at.failed)
     return _quantile(metric, at)
 
 
@@ -123,7 +136,7 @@ def _quantile(metric: str, single: LoadPointSummary) -> Measured | None:
         "tpot": lambda s: s.tpot,
     }
     found = pick[name](single).at(int(quantile[1:]) / 100)
-    return None if found is None else Measured(found.value, found.n)
+    return None if found is None else Measured(found.value, found.n, single.failed)
 
 
 def _unit(metric: str) -> str:

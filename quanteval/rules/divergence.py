@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from quanteval.errors import EvidenceError
+import numpy as np
+
 from quanteval.interfaces import VariantEvidence
-from quanteval.metrics.quality import require_finite
 from quanteval.records import Finding, Outcome
-from quanteval.rules._common import check_selection, invalid, pair, select_tasks
+from quanteval.rules._common import (
+    check_alpha,
+    check_selection,
+    check_share,
+    first_unscored,
+    invalid,
+    pair,
+    select_tasks,
+)
 from quanteval.stats import clustered_ratio
 
 
@@ -37,6 +46,12 @@ class DivergenceBound:
         wanted = "max" if self.metric == "mean_kl" else "min"
         if (self.max is None) == (self.min is None) or getattr(self, wanted) is None:
             raise ValueError(f'{self.metric} needs "{wanted}" and nothing else')
+        if self.max is not None and not 0 < self.max < math.inf:
+            raise ValueError(f'max "{self.max}" must be a number above 0')
+        if self.min is not None:
+            check_share("min", self.min, below=1)
+        check_alpha(self.alpha)
+        check_share("max_missing", self.max_missing, below=1)
 
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
@@ -63,13 +78,12 @@ class DivergenceBound:
         if pairs.problem:
             return invalid(name, required=self.required, task=task, problem=pairs.problem)
         scores = candidate.scores[task]
-        try:
-            require_finite(scores)
-        except EvidenceError as error:
-            return invalid(name, required=self.required, task=task, problem=str(error))
+        if bad := first_unscored(scores):
+            problem = f'{candidate.name} has no finite divergence for "{bad}"'
+            return invalid(name, required=self.required, task=task, problem=problem)
         agree = scores.numbers.get("top1_agree")
         totals = scores.value if self.metric == "mean_kl" else agree
-        if totals is None or len(totals) < 2:
+        if totals is None or len(totals) < 2 or not np.isfinite(totals).all():
             problem = f"fewer than two documents with {self.metric}"
             return invalid(name, required=self.required, task=task, problem=problem)
         found = clustered_ratio(totals, scores.weight, alpha)

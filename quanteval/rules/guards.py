@@ -6,16 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quanteval.interfaces import ScoreSet, VariantEvidence
-from quanteval.records import Finding
-from quanteval.rules._common import bare, first_non_finite, percent
+from quanteval.records import Finding, Outcome
+from quanteval.rules._common import bare, check_share, first_non_finite, percent
+
+Checked = tuple[Outcome, str]
 
 
 @dataclass(frozen=True)
 class SampleStatus:
     """Limit the shares of errored, timed-out and truncated samples.
 
-    Errors are limited as they are; timeouts and truncations by how far the candidate's share exceeds
-    the baseline's, since a baseline has some of its own.
+    Errors are limited as they are, on both sides: a baseline that errored is no reference. Timeouts
+    and truncations are limited by how far the candidate's share exceeds the baseline's, since a
+    baseline has some of its own.
     """
 
     max_errors: float = 0.0
@@ -25,13 +28,22 @@ class SampleStatus:
 
     is_quality = False
 
+    def __post_init__(self) -> None:
+        for name in ("max_errors", "max_timeout_excess", "max_truncated_excess"):
+            check_share(name, getattr(self, name))
+
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
     ) -> list[Finding]:
         """Return a finding for each task of the candidate."""
         return _each_task(name, self.required, baseline, candidate, self._task)
 
-    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str]:
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> Checked:
+        if base is not None and share(base, "error") > self.max_errors:
+            return "invalid", (
+                f"{percent(share(base, 'error'))} of the baseline's samples errored, at most "
+                f"{percent(self.max_errors)} may (n={len(base.sample_ids)})"
+            )
         problems = []
         errors = share(cand, "error")
         if errors > self.max_errors:
@@ -53,7 +65,7 @@ class SampleStatus:
             f"{percent(errors)} errored, {percent(share(cand, 'timeout'))} timed out, "
             f"{percent(share(cand, 'truncated'))} truncated (n={n})"
         )
-        return not problems, "; ".join(problems) + f" (n={n})" if problems else good
+        return ("reject", "; ".join(problems) + f" (n={n})") if problems else ("accept", good)
 
 
 def share(scores: ScoreSet, status: str) -> float:
@@ -71,19 +83,25 @@ class OutputLength:
 
     is_quality = False
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_ratio < 1 < self.max_ratio:
+            raise ValueError(
+                f'min_ratio "{self.min_ratio}" and max_ratio "{self.max_ratio}" must lie around 1'
+            )
+
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
     ) -> list[Finding]:
         """Return a finding for each task that generates."""
         return _each_task(name, self.required, baseline, candidate, self._task)
 
-    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str] | None:
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> Checked | None:
         if base is None or base.output_tokens.sum() == 0:
             return None
         before, after = float(base.output_tokens.mean()), float(cand.output_tokens.mean())
         ratio = after / before
         good = self.min_ratio <= ratio <= self.max_ratio
-        return good, (
+        return "accept" if good else "reject", (
             f"{before:.1f} -> {after:.1f} output tokens a sample (n={len(cand.sample_ids)}), ratio {ratio:.2f}, "
             f"{'within' if good else 'outside'} {self.min_ratio:g} to {self.max_ratio:g}"
         )
@@ -103,11 +121,11 @@ class FiniteScores:
         """Return a finding for each task of the candidate."""
         return _each_task(name, self.required, baseline, candidate, self._task)
 
-    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> tuple[bool, str]:
+    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> Checked:
         bad = first_non_finite(cand)
         if bad is None:
-            return True, f"all {len(cand.sample_ids)} scores are finite"
-        return False, f'sample "{bad}" has a score that is not finite'
+            return "accept", f"all {len(cand.sample_ids)} scores are finite"
+        return "reject", f'sample "{bad}" has a score that is not finite'
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,11 @@ class EffectivePrecision:
     required: bool = True
 
     is_quality = False
+
+    def __post_init__(self) -> None:
+        check_share("min_quantized", self.min_quantized)
+        if not self.tolerance_bits >= 0:
+            raise ValueError(f'tolerance_bits "{self.tolerance_bits}" must not be negative')
 
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
@@ -141,13 +164,13 @@ class EffectivePrecision:
         wrong = (
             not asked.weight_bits <= bits + 1e-9 <= asked.weight_bits + self.tolerance_bits + 1e-9
         )
-        wrong |= asked.quantized and ran.quantized_fraction < self.min_quantized
-        wrong |= ran.activation_bits > asked.activation_bits
+        wrong |= asked.quantized and not ran.quantized_fraction >= self.min_quantized
+        wrong |= not ran.activation_bits <= asked.activation_bits
         sentence = f"{seen}: {'not what the scheme asks for' if wrong else 'as asked'}"
         if ran.emulated:
             sentence += f" (emulated: {ran.emulation})"
-        outcome = "reject" if wrong else "accept"
-        return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]  # type: ignore[arg-type]
+        outcome: Outcome = "reject" if wrong else "accept"
+        return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]
 
 
 def _each_task(
@@ -155,7 +178,7 @@ def _each_task(
     required: bool,
     baseline: VariantEvidence,
     candidate: VariantEvidence,
-    check: Callable[[ScoreSet | None, ScoreSet], tuple[bool, str] | None],
+    check: Callable[[ScoreSet | None, ScoreSet], Checked | None],
 ) -> list[Finding]:
     """Run a check on every task of the candidate; 'skipped' when it concerns none."""
     findings = []
@@ -168,15 +191,10 @@ def _each_task(
             continue
         result = check(baseline.scores.get(task), scores)
         if result is not None:
-            good, sentence = result
+            outcome, sentence = result
+            sentence = f"{task}: {sentence}"
             findings.append(
-                bare(
-                    name,
-                    required=required,
-                    outcome="accept" if good else "reject",
-                    sentence=f"{task}: {sentence}",
-                    task=task,
-                )
+                bare(name, required=required, outcome=outcome, sentence=sentence, task=task)
             )
     return findings or [
         bare(name, required=required, outcome="skipped", sentence="no task it concerns was run")

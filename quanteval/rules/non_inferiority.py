@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from quanteval.interfaces import VariantEvidence
+from quanteval.interfaces import ScoreSet, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
-    Pairs,
     bare,
+    check_alpha,
     check_selection,
+    check_share,
     first_non_finite,
     invalid,
     pair,
@@ -22,9 +24,10 @@ from quanteval.rules._common import (
     select_tasks,
 )
 from quanteval.stats import NonInferiority as Test
-from quanteval.stats import absolute_loss, mcnemar_exact, relative_loss
+from quanteval.stats import absolute_loss, mcnemar_exact, point_rule_error, relative_loss
 
 POWER = 0.8
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Margin:
             )
         if not 0 < self.value < 1:
             raise ValueError(f'margin "{self.value}" must be between 0 and 1 (0.02 is two points)')
+        check_share("min_baseline", self.min_baseline)
 
     @property
     def value(self) -> float:
@@ -58,8 +62,11 @@ class NonInferiority:
 
     `method` 'auto' is the exact unconditional test for 0/1 scores up to a size where it is affordable
     and the bounded score test otherwise (Tango's for 0/1 scores); 'score' is that test always.
-    Samples that errored or timed out count with the value they have, 0: they never leave the
-    denominator.
+    'point' compares the loss seen with the margin, as other tools do: it is no statistical test, so
+    it can keep a candidate from being accepted but is itself no evidence that quality was kept.
+
+    No sample leaves the denominator: one that errored counts against the candidate, as right on the
+    baseline's side and as wrong on the candidate's. Timed-out and truncated samples keep their value.
     """
 
     margin: Margin
@@ -67,13 +74,20 @@ class NonInferiority:
     kind: str | None = None
     required: bool = True
     alpha: float | None = None
-    method: Literal["auto", "exact", "score"] = "auto"
+    method: Literal["auto", "exact", "score", "point"] = "auto"
     max_missing: float = 0.0
-
-    is_quality = True
 
     def __post_init__(self) -> None:
         check_selection(self.task, self.kind)
+        check_alpha(self.alpha)
+        check_share("max_missing", self.max_missing, below=1)
+        if self.method == "exact" and self.margin.relative is not None:
+            raise ValueError('method "exact" needs an absolute margin; use "auto"')
+
+    @property
+    def is_quality(self) -> bool:
+        """Whether acceptance is evidence of quality: not that of a point comparison."""
+        return self.method != "point"
 
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
@@ -100,46 +114,83 @@ class NonInferiority:
         if pairs.problem:
             return invalid(name, required=self.required, task=task, problem=pairs.problem)
         base, cand = baseline.scores[task], candidate.scores[task]
-        for scores in (base, cand):
-            if bad := first_non_finite(scores):
-                problem = f'sample "{bad}" has no finite score'
-                return invalid(name, required=self.required, task=task, problem=problem)
-        x, y = base.value[pairs.baseline_rows], cand.value[pairs.candidate_rows]
-        if ((x < 0) | (x > 1) | (y < 0) | (y > 1)).any():
-            problem = "a score lies outside 0 to 1"
+        if problem := _unusable(base) or _unusable(cand):
             return invalid(name, required=self.required, task=task, problem=problem)
-        if set(base.status) == {"error"} or set(cand.status) == {"error"}:
-            return invalid(name, required=self.required, task=task, problem="every sample errored")
-        if self.margin.relative is not None and x.mean() < self.margin.min_baseline:
+        lost = _errored(base, pairs.baseline_rows)
+        x = np.where(lost, 1.0, base.value[pairs.baseline_rows])
+        y = np.where(_errored(cand, pairs.candidate_rows), 0.0, cand.value[pairs.candidate_rows])
+        if self.method == "exact" and not np.isin([x, y], (0.0, 1.0)).all():
+            problem = "the exact test needs scores of 0 and 1"
+            return invalid(name, required=self.required, task=task, problem=problem)
+        if self.margin.relative is not None and not x.mean() >= max(self.margin.min_baseline, 1e-9):
             return bare(
                 name, required=self.required, outcome="inconclusive", task=task,
                 sentence=f"{task}: the baseline scores {percent(float(x.mean()))}, below the "
                 f"{percent(self.margin.min_baseline)} from which a relative margin means something",
             )  # fmt: skip
-        return self._decide(name, pairs, x, y, alpha)
+        notes = [f"{pairs.missing} samples were scored on one side only"] if pairs.missing else []
+        if lost.any():
+            notes.append(f"{lost.sum()} samples that errored in the baseline count as right there")
+        if self.method == "point":
+            return self._compare_points(name, task, x, y, notes)
+        return self._decide(name, task, x, y, alpha, notes)
+
+    def _compare_points(
+        self, name: str, task: str, x: FloatArray, y: FloatArray, notes: list[str]
+    ) -> Finding:
+        """Compare the loss seen with the margin, and say how often that is wrong for a loss at the margin."""
+        margin, before, after = self.margin.value, float(x.mean()), float(y.mean())
+        relative = self.margin.relative is not None
+        loss = 1 - after / before if relative else before - after
+        broken, fixed = int((x > y).sum()), int((x < y).sum())
+        absolute = margin * before if relative else margin
+        wrong = point_rule_error(len(x), max((broken + fixed) / len(x), absolute), absolute)
+        kept = loss <= margin + 1e-12
+        unit = "%" if relative else "points"
+        return Finding(
+            rule=name,
+            required=self.required,
+            outcome="accept" if kept else "reject",
+            sentence=f"{_seen(task, x, y)}, loss {100 * loss:.1f} {unit}, "
+            f"{'not above' if kept else 'above'} {100 * margin:g}: not a statistical test, it passes a loss exactly "
+            f"at the margin {percent(wrong)} of the time",
+            task=task,
+            metric="mean score",
+            unit="share of the baseline" if relative else "share",
+            method="point comparison, not a statistical test",
+            n=len(x),
+            baseline_value=before,
+            candidate_value=after,
+            estimate=loss,
+            margin=margin,
+            broken=broken,
+            fixed=fixed,
+            notes=notes,
+        )
 
     def _decide(
-        self, name: str, pairs: Pairs, x: np.ndarray, y: np.ndarray, alpha: float
+        self, name: str, task: str, x: FloatArray, y: FloatArray, alpha: float, notes: list[str]
     ) -> Finding:
         if self.margin.relative is not None:
             test = relative_loss(x, y, self.margin.value, alpha=alpha, reject_alpha=alpha)
         else:
             test = absolute_loss(
-                x, y, self.margin.value, alpha=alpha, reject_alpha=alpha, method=self.method
-            )
+                x, y, self.margin.value, alpha=alpha, reject_alpha=alpha,
+                method="exact" if self.method == "exact" else "score" if self.method == "score" else "auto",
+            )  # fmt: skip
         outcome: Outcome = "inconclusive"
         if test.accepted and not test.rejected:
             outcome = "accept"
         elif test.rejected and not test.accepted:
             outcome = "reject"
         broken, fixed = int((x > y).sum()), int((x < y).sum())
-        needed = needed_pairs(float(np.var(x - y)), test.loss, test.margin, alpha)
+        needed = self._needed(x, y, test, alpha)
         return Finding(
             rule=name,
             required=self.required,
             outcome=outcome,
-            sentence=_sentence(pairs, x, y, test, outcome, needed, relative=self.margin.relative is not None),
-            task=pairs.task,
+            sentence=_sentence(task, x, y, test, outcome, needed, relative=self.margin.relative is not None),
+            task=task,
             metric="mean score",
             unit="share of the baseline" if self.margin.relative is not None else "share",
             method=_method(test.method),
@@ -156,16 +207,37 @@ class NonInferiority:
             fixed=fixed,
             n_needed=needed if outcome == "inconclusive" else None,
             regression_detected=mcnemar_exact(broken, fixed, "greater") <= alpha,
-            notes=[f"{pairs.missing} samples were scored on one side only"] if pairs.missing else [],
+            notes=notes,
         )  # fmt: skip
+
+    def _needed(self, x: FloatArray, y: FloatArray, test: Test, alpha: float) -> int | None:
+        """Return the samples that would decide, more than there are; a relative loss in the baseline's own unit."""
+        scale = float(x.mean()) if self.margin.relative is not None else 1.0
+        kept = 1 - test.margin if self.margin.relative is not None else 1.0
+        variance = float(np.var(kept * x - y)) / scale**2
+        needed = needed_pairs(variance, test.loss, test.margin, alpha)
+        return None if needed is None else max(needed, len(x) + 1)
+
+
+def _unusable(scores: ScoreSet) -> str:
+    """Return why these scores cannot be compared, '' when they can."""
+    if bad := first_non_finite(scores):
+        return f'sample "{bad}" has no finite score'
+    if ((scores.value < 0) | (scores.value > 1)).any():
+        return "a score lies outside 0 to 1"
+    return "every sample errored" if set(scores.status) == {"error"} else ""
+
+
+def _errored(scores: ScoreSet, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    return np.array([scores.status[row] == "error" for row in rows], dtype=bool)
 
 
 def needed_pairs(variance: float, loss: float, margin: float, alpha: float) -> int | None:
     """Return how many pairs decide with 80 % power if loss and variance stay as seen; None at the margin.
 
     n = (z_alpha + z_power)^2 variance / (margin - loss)^2, the normal approximation; the variance of
-    the paired difference is f - D^2 for 0/1 scores with discordance f and loss D. With no discordance
-    seen, one discordant pair is assumed.
+    the paired difference is f - D^2 for 0/1 scores with discordance f and loss D. Below the margin it
+    is never less than what zero discordant pairs need, ln(alpha)/ln(1 - margin).
     """
     distance = abs(margin - loss)
     if distance < 1e-9:
@@ -183,23 +255,25 @@ def _method(method: str) -> str:
     }.get(method, method)
 
 
+def _seen(task: str, x: FloatArray, y: FloatArray) -> str:
+    worse, better = int((x > y).sum()), int((x < y).sum())
+    before, after = percent(float(x.mean())), percent(float(y.mean()))
+    return f"{task}: {before} -> {after} (n={len(x)}, {worse} worse, {better} better)"
+
+
 def _sentence(
-    pairs: Pairs,
-    x: np.ndarray,
-    y: np.ndarray,
+    task: str,
+    x: FloatArray,
+    y: FloatArray,
     test: Test,
     outcome: Outcome,
     needed: int | None,
     *,
     relative: bool,
 ) -> str:
-    broken, fixed = int((x > y).sum()), int((x < y).sum())
     unit = "%" if relative else "points"
     sure = percent(1 - test.alpha)
-    seen = (
-        f"{pairs.task}: {percent(float(x.mean()))} -> {percent(float(y.mean()))} (n={len(x)}, {broken} worse, "
-        f"{fixed} better), loss {100 * test.loss:.1f} {unit}"
-    )
+    seen = f"{_seen(task, x, y)}, loss {100 * test.loss:.1f} {unit}"
     if outcome == "accept":
         return (
             f"{seen}, at most {100 * test.upper:.1f} with {sure} confidence: "

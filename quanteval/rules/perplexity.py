@@ -11,8 +11,10 @@ from quanteval.interfaces import VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     bare,
+    check_alpha,
     check_selection,
-    first_non_finite,
+    check_share,
+    first_unscored,
     invalid,
     pair,
     percent,
@@ -45,8 +47,12 @@ class PerplexityRatio:
 
     def __post_init__(self) -> None:
         check_selection(self.task, self.kind)
-        if self.max_ratio <= 1:
+        check_alpha(self.alpha)
+        check_share("max_missing", self.max_missing, below=1)
+        if not 1 < self.max_ratio < math.inf:
             raise ValueError(f'max_ratio "{self.max_ratio}" must be above 1 (1.02 is two per cent)')
+        if self.resamples < 1000:
+            raise ValueError(f'resamples "{self.resamples}" must be at least 1000')
 
     def check(
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
@@ -74,7 +80,7 @@ class PerplexityRatio:
             return invalid(name, required=self.required, task=task, problem=pairs.problem)
         base, cand = baseline.scores[task], candidate.scores[task]
         for evidence, scores in ((baseline, base), (candidate, cand)):
-            if bad := first_non_finite(scores):
+            if bad := first_unscored(scores):
                 problem = f'{evidence.name} has no finite likelihood for "{bad}"'
                 return invalid(name, required=self.required, task=task, problem=problem)
         tokens = base.weight[pairs.baseline_rows]
@@ -92,15 +98,15 @@ class PerplexityRatio:
         x, y = base.value[pairs.baseline_rows], cand.value[pairs.candidate_rows]
         cluster = log_perplexity_ratio(x, y, tokens, alpha)
         bootstrap = bootstrap_ratio(y - x, tokens, alpha, resamples=self.resamples, seed=self.seed)
-        lower = math.exp(min(cluster.lower, bootstrap.lower))
-        upper = math.exp(max(cluster.upper, bootstrap.upper))
-        ratio = math.exp(cluster.estimate)
+        lower = _exp(min(cluster.lower, bootstrap.lower))
+        upper = _exp(max(cluster.upper, bootstrap.upper))
+        ratio = _exp(cluster.estimate)
         outcome: Outcome = "inconclusive"
         if upper < self.max_ratio:
             outcome = "accept"
         elif lower > self.max_ratio:
             outcome = "reject"
-        before, after = math.exp(x.sum() / tokens.sum()), math.exp(y.sum() / tokens.sum())
+        before, after = _exp(x.sum() / tokens.sum()), _exp(y.sum() / tokens.sum())
         needed = _needed(cluster.se, n, cluster.estimate, math.log(self.max_ratio))
         outlier = pairs.sample_ids[cluster.most_influential]
         return Finding(
@@ -133,19 +139,21 @@ class PerplexityRatio:
             regression_detected=lower > 1,
             notes=[
                 f'most influential document "{outlier}": without it the ratio would be '
-                f"{math.exp(cluster.estimate - cluster.influence):.4f}"
+                f"{_exp(cluster.estimate - cluster.influence):.4f}"
             ],
         )
+
+
+def _exp(value: float) -> float:
+    """Return e^value, infinity where it is too large: a broken model's perplexity."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(value))
 
 
 def _needed(se: float, n: int, estimate: float, margin: float) -> int | None:
     """Return the documents that decide with 80 % power if spread and estimate stay as seen."""
     distance = abs(margin - estimate)
-    return (
-        None
-        if distance < 1e-9
-        else max(math.ceil((2.486 * se / distance) ** 2 * n), MINIMUM_DOCUMENTS)
-    )
+    return None if distance < 1e-9 else max(math.ceil((2.486 * se / distance) ** 2 * n), n + 1)
 
 
 def _sentence(

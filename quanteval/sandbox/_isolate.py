@@ -29,8 +29,11 @@ MAX_PROCESSES = 64
 
 
 def limit_resources(cpu_s: float, memory_bytes: int) -> None:
-    """Limit CPU seconds, address space and open files; no core dumps, no file content can be written."""
-    limit(resource.RLIMIT_CPU, math.ceil(cpu_s))
+    """Limit CPU seconds, address space and open files; no core dumps, no file content can be written.
+
+    The referee watches the CPU time exactly; the limit here is for when there is none to watch.
+    """
+    limit(resource.RLIMIT_CPU, math.ceil(2 * cpu_s) + 1)
     limit(resource.RLIMIT_AS, memory_bytes)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_CORE, 0)

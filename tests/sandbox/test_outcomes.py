@@ -170,15 +170,27 @@ def test_every_sandbox_iterates_over_sets_and_draws_numbers_alike():
     assert len(details) == 1
 
 
-def test_cpu_time_is_limited_more_finely_than_in_whole_seconds():
+def test_cpu_time_is_limited_exactly():
     code = (
         "import time\ndef f(x):\n    while time.process_time() < 0.4:\n        pass\n    return 4"
     )
     with Sandbox(Limits(cpu_s=0.2)) as sandbox:
         outcome = sandbox.check(problem(code))
     assert (outcome.status, outcome.detail) == ("timeout", "more than 0.2 s of CPU time")
-    with Sandbox(Limits(cpu_s=2.5)) as sandbox:
+    assert 0.2 < outcome.cpu_s < 0.4
+    with Sandbox(Limits(cpu_s=0.6)) as sandbox:
+        outcome = sandbox.check(problem(code))
+    assert outcome.status == "passed"
+    assert 0.4 <= outcome.cpu_s < 0.6
+
+
+def test_cpu_time_counts_all_calls_and_loading():
+    burn = "end = time.process_time() + 0.15\n{0}while time.process_time() < end:\n{0}    pass\n"
+    code = f"import time\n{burn.format('')}def f(x):\n    {burn.format('    ')}    return 4\n"
+    with Sandbox(Limits(cpu_s=0.4)) as sandbox:
         assert sandbox.check(problem(code)).status == "passed"
+        twice = sandbox.check(problem(code, "candidate(2)\nassert candidate(2) == 4"))
+    assert twice.status == "timeout"
 
 
 @pytest.mark.parametrize(

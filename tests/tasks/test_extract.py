@@ -1,0 +1,99 @@
+"""The program in an answer, however the answer is written."""
+
+from __future__ import annotations
+
+import pytest
+
+from quanteval.tasks.extract import extract_chat, extract_raw, longest_valid, preamble
+
+PROMPT = 'import math\nSCALE = 2\n\ndef helper(x):\n    return x\n\ndef f(a, b):\n    """Add."""\n'
+FUNCTION = "def f(a, b):\n    return a + b\n"
+
+
+def run(found, *arguments):
+    namespace: dict = {}
+    exec(found.code, namespace)
+    return namespace["f"](*arguments)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f"```python\n{FUNCTION}```",
+        f"```\n{FUNCTION}```",
+        f"Here it is:\n\n```py\n{FUNCTION}```\nIt adds a and b.",
+        f"```python\n{FUNCTION}",
+        FUNCTION,
+        f"Sure!\n{FUNCTION}\nThis works because addition works.",
+        f"```python\nimport os\n```\nand then\n```python\n{FUNCTION}```",
+        f"```python\n# a comment\nif True:\n    X = 1\n\n{FUNCTION}\n# the end\n```",
+        f"```python\ntry:\n    import nothing_at_all\nexcept ImportError:\n    pass\n{FUNCTION}```",
+        f"```python\n{FUNCTION}\nprint(f(1, 'x'))\nassert f(1, 2) == 4\n```",
+        f"```python\n{FUNCTION}\nif __name__ == '__main__':\n    raise SystemExit\n```",
+        f"```python\n{FUNCTION}```\n\n```python\nprint(f(1, 2))\n```",
+        FUNCTION.replace("\n", "\r\n"),
+        "```python\ndef f(a, b):\n\treturn a + b\n```",
+        "```python\n    return a + b\n```",
+        "```python\nf = lambda a, b: a + b\n```",
+        "```python\nclass Adder:\n    def add(self, a, b):\n        return a + b\n\n"
+        "def f(a, b):\n    return Adder().add(a, b)\n```",
+        f"~~~python\n{FUNCTION}~~~",
+        f"```python\n{FUNCTION}def g(:\n```",
+        f"```python\n{FUNCTION}\n\ndef broken(x):\n    return (",
+    ],
+)
+def test_the_function_is_found(answer):
+    found = extract_chat(answer, PROMPT, "f")
+    assert found.status == "ok"
+    assert run(found, 2, 3) == 5
+
+
+@pytest.mark.parametrize("answer", ["", "  \n\t\n"])
+def test_an_empty_answer_is_empty(answer):
+    assert extract_chat(answer, PROMPT, "f").status == "empty"
+    assert extract_raw(answer, PROMPT, "f").status == "empty"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "I cannot do that.",
+        "```python\ndef g(a, b):\n    return a\n```",
+        "```python\ndef f(a, b:\n```",
+        "\x00",
+    ],
+)
+def test_an_answer_without_the_function_is_unparsable(answer):
+    assert extract_chat(answer, PROMPT, "f").status == "unparsable"
+
+
+def test_the_prompts_own_helpers_come_first_and_are_not_the_function():
+    text = preamble(PROMPT, "f")
+    assert "import math" in text
+    assert "def helper" in text
+    assert "SCALE = 2" in text
+    assert "def f(" not in text
+    found = extract_chat(
+        "```python\ndef f(a, b):\n    return math.floor(helper(a) * SCALE)\n```", PROMPT, "f"
+    )
+    assert run(found, 1.5, 0) == 3
+    assert (
+        preamble("from typing import List\n\ndef f(x: List[int]):", "f")
+        == "from typing import List\n"
+    )
+
+
+def test_a_completion_continues_the_prompt():
+    prompt = 'def f(a, b):\n    """Add."""'
+    assert run(extract_raw("\n    return a + b\n", prompt, "f"), 2, 3) == 5
+    cut = extract_raw("\n    return a + b\n\ndef g(x):\n    return (", prompt, "f")
+    assert run(cut, 2, 3) == 5
+    # A docstring alone is a function: the answer is wrong, not unparsable.
+    assert run(extract_raw("\n    return (", prompt, "f"), 2, 3) is None
+
+
+def test_unicode_and_the_longest_piece():
+    code = longest_valid("café!\ndef f(a, b):\n    ü = a\n    return ü + b\nné ?", "f")
+    assert "return ü + b" in code
+    two = "def f(a, b):\n    return 0\n\n???\n\ndef f(a, b):\n    c = a\n    return c + b\n"
+    assert "c + b" in longest_valid(two, "f")
