@@ -72,19 +72,24 @@ def _latency_row(name: str, summary: LoadPointSummary) -> tuple[str, ...]:
         str(summary.requests),
         str(summary.failed),
         _quantiles(summary.ttft),
-        _quantiles(summary.itl),
+        _quantiles(summary.itl, bounded=False),
         _quantiles(summary.tpot),
         "-" if summary.request_rate is None else number(summary.request_rate),
         "-" if summary.output_tps is None else number(summary.output_tps),
     )
 
 
-def _quantiles(found: Distribution) -> str:
-    """Return 'p50/p95/p99 (n=...)'; in brackets what has no distribution-free upper bound."""
+def _quantiles(found: Distribution, *, bounded: bool = True) -> str:
+    """Return 'p50/p95/p99 n=...'; in brackets what has too few requests for an upper bound.
+
+    Gaps within a request depend on each other, so ITL quantiles have no bounds at any n.
+    """
     if not found.quantiles:
         return "-"
     texts = [
-        milliseconds(q.value) if q.upper is not None else f"({milliseconds(q.value)})"
+        milliseconds(q.value)
+        if q.upper is not None or not bounded
+        else f"({milliseconds(q.value)})"
         for q in found.quantiles
     ]
     return f"{'/'.join(texts)} n={found.n}"
