@@ -18,11 +18,13 @@ from functools import cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quanteval.interfaces import Prompt, Request, Sampling, Tokenizer
 
 PREFIX_TOKENS = 8
 """No two prompts begin with the same so many tokens of text; prefix caches share pages of 16 and more."""
+HASH_MULTIPLIER = np.uint64(6364136223846793005)
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,19 @@ def corpus_fingerprint() -> dict[str, str]:
     return {"text": "pydoc_data.topics", "sha256": digest, "python": platform.python_version()}
 
 
+def _distinct_starts(ids: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the positions whose window of PREFIX_TOKENS ids occurs nowhere before, by a 64-bit hash.
+
+    Equal windows have equal hashes, so a collision costs a position and never keeps a repetition.
+    """
+    count = len(ids) - PREFIX_TOKENS + 1
+    hashes = np.zeros(count, dtype=np.uint64)
+    for offset in range(PREFIX_TOKENS):
+        hashes = hashes * HASH_MULTIPLIER + ids[offset : offset + count] + np.uint64(1)
+    _, firsts = np.unique(hashes, return_index=True)
+    return np.sort(firsts)
+
+
 class PromptMaker:
     """Turns planned requests into requests; safe to use from several threads once built.
 
@@ -119,11 +134,7 @@ class PromptMaker:
         self._ids = tokenizer.encode(corpus())
         begin = tokenizer.bos_token_id
         self._begin = () if begin is None else (begin,)
-        windows = np.lib.stride_tricks.sliding_window_view(
-            np.asarray(self._ids, dtype=np.int32), PREFIX_TOKENS
-        )
-        _, firsts = np.unique(windows, axis=0, return_index=True)
-        self._starts = np.sort(firsts)
+        self._starts = _distinct_starts(np.asarray(self._ids, dtype=np.uint64))
         np.random.default_rng(seed).shuffle(self._starts)
 
     def request(self, planned: PlannedRequest) -> Request:

@@ -21,6 +21,8 @@ from quanteval.stats.intervals import quantile_bounds
 
 QUANTILES = (0.5, 0.95, 0.99)
 ALPHA = 0.05
+FULL_SHARE = 0.98
+"""Least share of a steady request's life over which all slots must have been full."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,12 @@ def _summary(bucket: str | None, group: Sequence[RequestTrace]) -> LoadPointSumm
     mine = [trace for trace in group if bucket in (None, trace.bucket)]
     measured = [trace for trace in mine if not trace.warmup]
     runs = _by_repetition(group)
-    steady = [t for run in runs for t in steady_requests(run) if bucket in (None, t.bucket)]
+    steady = [
+        trace
+        for run in runs
+        for trace in steady_requests(run)
+        if _ok(trace) and bucket in (None, trace.bucket)
+    ]
     tpot = [value for trace in steady if (value := tpot_s(trace)) is not None]
     tps_runs = [] if bucket is not None else [r for run in runs if (r := _rate([run], _tokens))]
     median = float(np.median(tpot)) if tpot else 0.0
@@ -214,7 +221,7 @@ def _by_repetition(group: Sequence[RequestTrace]) -> list[list[RequestTrace]]:
     runs: dict[int, list[RequestTrace]] = {}
     for trace in group:
         runs.setdefault(trace.repetition, []).append(trace)
-    return list(runs.values())
+    return [runs[repetition] for repetition in sorted(runs)]
 
 
 # --------------------------------------------------------------------------- the steady state
@@ -223,50 +230,56 @@ def _by_repetition(group: Sequence[RequestTrace]) -> list[list[RequestTrace]]:
 def full_interval(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
     """Return from when until when all slots of one repetition were full, None when they never were.
 
-    It begins when the last slot sends its first request, and ends when a request ends that no other
-    follows in its slot. The moment between an end and the next request of that slot is within.
+    It begins when the last slot sends its first request and ends with the first request that no
+    other follows: of N requests in c slots the (N - c + 1)-th to end, or a filler that failed.
     """
-    concurrency = run[0].concurrency
-    changes = sorted([(t.end_s, -1) for t in run] + [(t.sent_s, 1) for t in run])
-    begin = end = None
-    running = 0
-    for at, change in changes:
-        if change < 0 and running >= concurrency:
-            end = at
-        running += change
-        if begin is None and running >= concurrency:
-            begin = at
-    return None if begin is None or end is None else (begin, end)
-
-
-def steady_window(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
-    """Return the interval over which one repetition's rates are taken, None without a steady state.
-
-    All slots are full, and each has finished what it sent before the first measured request began.
-    """
-    full = full_interval(run)
-    first = min((trace.sent_s for trace in run if not trace.warmup), default=None)
-    if full is None or first is None:
+    slots = run[0].concurrency
+    if len(run) < slots:
         return None
-    ramp = [trace.end_s for trace in run if trace.warmup and trace.sent_s < first]
-    begin = max([full[0], *ramp])
-    return (begin, full[1]) if full[1] > begin else None
+    first = min((trace.sent_s for trace in run if not trace.warmup), default=math.inf)
+    failed_fillers = [
+        trace.end_s
+        for trace in run
+        if trace.warmup and trace.sent_s > first and trace.status in ("error", "out_of_memory")
+    ]
+    begin = sorted(trace.sent_s for trace in run)[slots - 1]
+    end = min([sorted(trace.end_s for trace in run)[len(run) - slots], *failed_fillers])
+    return begin, end
 
 
 def steady_requests(run: Sequence[RequestTrace]) -> list[RequestTrace]:
-    """Return one repetition's measured requests that ended well and ran with all slots full throughout."""
+    """Return one repetition's measured requests that began when all slots were full and ended while they were.
+
+    FULL_SHARE instead of all of a life allows for requests that end together, in one step of the engine. Failed
+    requests are among them.
+    """
     full = full_interval(run)
     if full is None:
         return []
+    begin, end = full
     alone = run[0].concurrency == 1
     return [
         trace
         for trace in run
         if not trace.warmup
-        and _ok(trace)
-        and (trace.sent_s > full[0] or alone)
-        and trace.end_s <= full[1]
+        and (trace.sent_s > begin or alone)
+        and trace.sent_s + FULL_SHARE * (trace.end_s - trace.sent_s) <= end
     ]
+
+
+def steady_window(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
+    """Return the interval over which one repetition's rates are taken, None without a steady state.
+
+    It begins when every slot has finished what it sent before the first measured request, and ends
+    with the last request of the steady state.
+    """
+    full, steady = full_interval(run), steady_requests(run)
+    if full is None or not steady:
+        return None
+    first = min(trace.sent_s for trace in run if not trace.warmup)
+    ramp = [trace.end_s for trace in run if trace.warmup and trace.sent_s < first]
+    begin, end = max([full[0], *ramp]), max(trace.end_s for trace in steady)
+    return (begin, end) if end > begin else None
 
 
 Count = Callable[[RequestTrace, float, float], int]

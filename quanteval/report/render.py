@@ -152,12 +152,14 @@ def render_terminal(table: Table) -> str:
     out += _block("Size", _grid(table, SIZE))
     if any(column.key in row.cells for row in table.rows for column in _columns(table, SPEED)):
         out += _block("Speed (indicative: one run each, not interleaved)", _grid(table, SPEED))
+        out += wrap(f"  {_requests(table)}; intervals are in the Markdown, CSV and JSON tables", 4)
     for column in _columns(table, QUALITY):
         rows = [
-            (row.variant, cell_text(row.cells.get(column.key), column.kind)) for row in table.rows
+            (line(row.variant), cell_text(row.cells.get(column.key), column.kind))
+            for row in table.rows
         ]
-        out += _block(column.label, rows)
-    rows = [(row.variant, cell_text(row.cells.get("verdict"), "text")) for row in table.rows]
+        out += _block(line(column.label), rows)
+    rows = [(line(row.variant), cell_text(row.cells.get("verdict"), "text")) for row in table.rows]
     out += _block(VERDICT, rows)
     for row in table.rows:
         if row.status != "ok":
@@ -167,6 +169,19 @@ def render_terminal(table: Table) -> str:
         if key in table.facts:
             out += wrap(f"{key}: {line(table.facts[key])}")
     return "\n".join(out)
+
+
+def _requests(table: Table) -> str:
+    """Return what the speed figures rest on: one statement when it is the same for all variants."""
+    seen: dict[str, list[str]] = {}
+    for row in table.rows:
+        counts = [row.cells[key].n for key in ("tps_1", "tps_best") if key in row.cells]
+        if counts:
+            text = " and ".join(f"n={n}" for n in counts) + " requests"
+            seen.setdefault(text, []).append(line(row.variant))
+    if len(seen) == 1:
+        return f"{next(iter(seen))} (one stream, best load) a variant"
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in seen.items())
 
 
 def _grid(table: Table, section: str) -> list[tuple[str, ...]]:

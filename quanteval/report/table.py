@@ -18,7 +18,10 @@ from quanteval.stats import clustered_ratio, score_interval
 
 @dataclass(frozen=True)
 class Cell:
-    """One value; `lower` and `upper` are its 95 % interval, `n` what it rests on, `note` goes behind it."""
+    """One value; `lower` and `upper` are its interval, `n` what it rests on, `note` goes behind it.
+
+    Intervals are two-sided 95 %, those of latency quantiles two one-sided 95 % bounds.
+    """
 
     value: float | str | None
     lower: float | None = None
@@ -255,7 +258,8 @@ def _difference(base: ScoreSet, scores: ScoreSet) -> str:
     if (np.abs(x - y) > 1).any():
         return ""
     interval = score_interval(x - y, 0.95)
-    low, mid, high = -100 * interval.upper, -100 * interval.point, -100 * interval.lower
+    # Adding 0.0 turns a negative zero into a plain one.
+    low, mid, high = (-100 * v + 0.0 for v in (interval.upper, interval.point, interval.lower))
     lost, gained = int((x > y).sum()), int((x < y).sum())
     return f"{mid:+.1f} points [{low:+.1f}, {high:+.1f}], {lost}/{gained}"
 
@@ -290,7 +294,8 @@ def _comparable(variants: Sequence[VariantEvidence], key: str) -> Any:
 
 def _footnotes(variants: Sequence[VariantEvidence]) -> tuple[str, ...]:
     notes = [
-        "Intervals in square brackets are 95 %; n is what a value rests on.",
+        "Intervals in square brackets are two-sided 95 %; those of latency quantiles are two one-sided 95 % bounds, "
+        "left out where n is too small for one. n is what a value rests on.",
         "Latency and throughput come from one run a variant, one after the other on this machine: "
         "read their ratios as indicative.",
     ]

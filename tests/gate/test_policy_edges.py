@@ -1,0 +1,140 @@
+"""Ways in which a policy or a record could lose its meaning without anyone noticing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from quanteval.errors import ConfigError
+from quanteval.gate import Policy, decide, load_policy
+from quanteval.resources import presets
+from tests.gate import evidence as make
+
+CODE = {
+    "_target_": "quanteval.rules.non_inferiority.NonInferiority",
+    "kind": "code",
+    "margin": {"absolute": 0.05},
+}
+GOOD = make.scores(values=np.ones(200))
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    """YAML keeps the last of two equal keys, so the first rule would silently be gone."""
+    text = presets("gate")["default"].read_text()
+    path = tmp_path / "twice.yaml"
+    path.write_text(text.replace("  code:\n", "  perplexity:\n", 1))
+    with pytest.raises(ConfigError, match='the key "perplexity" is given twice') as caught:
+        load_policy(path)
+    assert "\n" not in str(caught.value)
+    path.write_text(text.replace("required: false", "required: false\n    required: true", 1))
+    with pytest.raises(ConfigError, match='"required" is given twice'):
+        load_policy(path)
+
+
+@pytest.mark.parametrize("name", sorted(presets("gate")))
+def test_renaming_any_one_key_of_a_policy_is_noticed_or_changes_nothing(name, tmp_path):
+    """A renamed rule stays a rule; every other renamed key is an error."""
+    source = presets("gate")[name]
+    rules = load_policy(source).rules
+    lines = source.read_text().splitlines()
+    renamed = 0
+    for i, line in enumerate(lines):
+        key, colon, rest = line.partition(":")
+        if not colon or line.lstrip().startswith("#"):
+            continue
+        path = tmp_path / "renamed.yaml"
+        path.write_text("\n".join([*lines[:i], f"{key}x:{rest}", *lines[i + 1 :]]))
+        renamed += 1
+        try:
+            changed = load_policy(path)
+        except ConfigError:
+            continue
+        assert list(changed.rules.values()) == list(rules.values()), line
+    assert renamed > 10
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"rules": {"completeness": CODE}}, 'cannot be named "completeness"'),
+        ({"rules": {1: CODE}}, 'cannot be named "1"'),
+        ({"version": 2, "rules": {"code": CODE}}, 'version "2" is not known'),
+        (
+            {"rules": {"code": {"_target_": "quanteval.schemes.none.Unquantized"}}},
+            '"quanteval.schemes.none.Unquantized" is not a rule',
+        ),
+        ({"rules": {"code": {**CODE, "method": "point"}}}, "no required quality rule"),
+        ({"rules": {"code": "strict"}}, '"_target_" is missing'),
+    ],
+)
+def test_a_policy_without_meaning_is_refused(node, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_policy(node)
+    assert "\n" not in str(caught.value)
+
+
+def test_conditions_that_were_not_recorded_are_not_equal_conditions():
+    policy = load_policy({"rules": {"code": CODE}})
+    for base, cand in (({}, {}), (make.CONDITIONS, {}), ({}, make.CONDITIONS)):
+        found = decide(
+            policy,
+            make.variant("base", GOOD, comparable=base),
+            make.variant("cand", GOOD, comparable=cand),
+        )
+        assert found.outcome == "not_comparable"
+        assert "were not recorded" in found.reason
+
+
+def test_a_task_of_another_kind_is_not_comparable():
+    policy = load_policy({"rules": {"code": CODE}})
+    other = dataclasses.replace(GOOD, record=GOOD.record.model_copy(update={"kind": "choice"}))
+    found = decide(policy, make.variant("base", GOOD), make.variant("cand", other))
+    assert found.outcome == "not_comparable"
+    assert "task code: kind (code and choice)" in found.reason
+
+
+@dataclass(frozen=True)
+class Silent:
+    required: bool = True
+    is_quality: bool = True
+
+    def check(self, name, baseline, candidate, alpha):
+        return []
+
+
+def test_a_rule_that_says_nothing_does_not_pass():
+    code = load_policy({"rules": {"code": CODE}}).rules["code"]
+    policy = Policy("p", 0.05, {"code": code, "silent": Silent()}, {})
+    found = decide(policy, make.variant("base", GOOD), make.variant("cand", GOOD))
+    assert found.outcome == "error"
+    assert found.reason == "silent: the rule returned no finding"
+
+
+@pytest.mark.parametrize(
+    ("rule", "change"),
+    [
+        ("scheme_ran", {"artifact": make.artifact(4, effective_bits=16)}),
+        ("sample_status", {"status": ("error",) + ("ok",) * 199}),
+        ("sample_status", {"status": ("timeout",) * 20 + ("ok",) * 180}),
+        ("sample_status", {"status": ("truncated",) * 40 + ("ok",) * 160}),
+        ("output_length", {"output_tokens": np.full(200, 60)}),
+        ("weight_memory", {"memory": make.memory(16_000)}),
+    ],
+)
+def test_every_guard_of_the_strict_policy_fails_a_release_on_its_own(rule, change):
+    policy = load_policy(presets("gate")["strict"])
+    nll = np.linspace(200, 300, 40)
+    others = (make.perplexity(nll), make.divergence(np.full(20, 0.5), np.full(20, 99)))
+    columns = {k: v for k, v in change.items() if k in ("status", "output_tokens")}
+    parts = {k: v for k, v in change.items() if k not in columns}
+    base = make.variant("base", GOOD, *others)
+    good = decide(policy, base, make.variant("cand", GOOD, *others))
+    assert good.outcome == "accept", good.reason
+    harmed = make.variant("cand", dataclasses.replace(GOOD, **columns), *others, **parts)
+    found = decide(policy, base, harmed)
+    assert found.outcome == "reject"
+    failed = {f.rule for f in found.findings if f.required and f.outcome != "accept"}
+    assert rule in failed
