@@ -135,28 +135,32 @@ class CodeTask:
                 yield _score(prompt, completion, outcome.status, outcome.detail)
 
         with Sandbox(self.sandbox) as sandbox, ThreadPoolExecutor(1) as pool:
-            for completion in session.generate(requests):
-                sample = by_id.pop(completion.request_id, None)
-                if sample is None:
-                    raise EngineError(
-                        f'"{completion.request_id}" was answered twice or never asked'
-                    )
-                answer = _answer(self, sample, completion)
-                if isinstance(answer, Score):
-                    yield answer.model_copy(
-                        update={"prompt_sha256": prompts[sample.sample_id].sha256}
-                    )
-                else:
-                    checks[pool.submit(sandbox.check, answer)] = completion
-                yield from finished(wait=False)
-            yield from finished(wait=True)
+            try:
+                for completion in session.generate(requests):
+                    sample = by_id.pop(completion.request_id, None)
+                    if sample is None:
+                        raise EngineError(
+                            f'"{completion.request_id}" was answered twice or never asked'
+                        )
+                    answer = _answer(self, sample, completion)
+                    if isinstance(answer, Score):
+                        yield answer.model_copy(
+                            update={"prompt_sha256": prompts[sample.sample_id].sha256}
+                        )
+                    else:
+                        checks[pool.submit(sandbox.check, answer)] = completion
+                    yield from finished(wait=False)
+                yield from finished(wait=True)
+            finally:
+                # Interrupted or failed: what still waits for a check is scored in the next run.
+                pool.shutdown(wait=False, cancel_futures=True)
         if by_id:
             raise EngineError(f"{len(by_id)} problems got no answer, the first: {min(by_id)}")
 
 
 def _answer(task: CodeTask, sample: Sample, completion: Completion) -> Problem | Score:
     """Return what the sandbox is to check, or the score of an answer that holds no program."""
-    if completion.finish_reason in ("error", "cancelled"):
+    if completion.error is not None or completion.finish_reason not in ("stop", "length"):
         return _score(None, completion, "error", completion.error or completion.finish_reason)
     found = task.extract(sample, completion.text)
     if found.status != "ok":

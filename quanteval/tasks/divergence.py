@@ -225,15 +225,19 @@ class _Store:
             raise RecordError(f'cannot write "{self.folder / name}": {error}') from None
 
     def _read(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         path = self.folder / f"{name}.safetensors"
         if not path.exists():
             raise ConfigError(
                 f'the baseline stored no "{name}" under "{self.folder}": run the baseline with this task first'
             )
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                return tensors, dict(file.metadata() or {})
+        except SafetensorError as error:
+            raise RecordError(f'"{path}" is damaged ({error}): run the baseline again') from None
 
 
 def _file_name(sample_id: str) -> str:

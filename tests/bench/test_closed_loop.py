@@ -12,7 +12,7 @@ from quanteval.bench import client
 from quanteval.bench.client import LoadPoint, follow
 from quanteval.bench.closed_loop import closed_loop
 from quanteval.bench.plan import LoadBench
-from quanteval.bench.workload import Bucket, PlannedRequest, PromptMaker
+from quanteval.bench.workload import PREFIX_TOKENS, Bucket, PlannedRequest, PromptMaker
 from quanteval.engines.fake import ByteTokenizer
 from quanteval.errors import EngineError
 from quanteval.interfaces import Chunk
@@ -37,11 +37,13 @@ class Session:
         self.running: set[str] = set()
         self.most = 0
         self.started: list[str] = []
+        self.prompts: list[tuple[int, ...]] = []
 
     def stream(self, request):
         with self.lock:
             self.running.add(request.request_id)
             self.started.append(request.request_id)
+            self.prompts.append(request.prompt.token_ids[:PREFIX_TOKENS])
             self.most = max(self.most, len(self.running))
         try:
             yield from self.script(self, request)
@@ -71,12 +73,14 @@ def slots_are_gone():
 def test_no_measured_request_ends_before_all_slots_are_full():
     def waits_for_company(session, request):
         """Ends only beside two others; were the slots not kept full, it would run into its limit."""
-        if request.request_id.startswith("closed_loop"):
+        *most, last = one_by_one(session, request)
+        yield from most
+        if request.request_id.startswith("closed_loop") and "filler" not in request.request_id:
             limit = time.monotonic() + 10
             while len(session.running) < 3:
                 assert time.monotonic() < limit, f"{request.request_id} ran alone"
                 time.sleep(0.001)
-        yield from one_by_one(session, request)
+        yield last
 
     session = Session(waits_for_company)
     traces = run(session)
@@ -84,6 +88,9 @@ def test_no_measured_request_ends_before_all_slots_are_full():
     assert [t.status for t in measured] == ["ok"] * 6, [t.error for t in measured]
     assert session.most == 3
     assert not session.running
+    # Fillers included, nobody's prompt begins like another's.
+    assert any("filler" in request_id for request_id in session.started)
+    assert len(set(session.prompts)) == len(session.started)
     assert slots_are_gone()
 
 

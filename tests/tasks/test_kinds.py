@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from quanteval.config import load_task_node
 from quanteval.engines.fake import FakeEngine
-from quanteval.errors import ConfigError, EngineError, QuantevalError
-from quanteval.interfaces import Calibration, HiddenStates, OutputHead, Sample, TaskContext
+from quanteval.errors import ConfigError, EngineError, QuantevalError, RecordError
+from quanteval.interfaces import (
+    Calibration,
+    Completion,
+    HiddenStates,
+    OutputHead,
+    Sample,
+    TaskContext,
+)
 from quanteval.records import Score
 from quanteval.resources import task_folders
 from quanteval.schemes.none import Unquantized
@@ -141,6 +148,26 @@ def test_an_answer_that_was_not_asked_for_is_an_error(fake_artifact, tmp_path):
         session.generate = lambda requests: iter([*complete(requests)][:1])
         with pytest.raises(EngineError, match="1 problems got no answer"):
             list(suite.evaluate(session, suite.samples(), TaskContext(tmp_path, tmp_path, True)))
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [("stop", "server overloaded"), ("cancelled", None), ("none", None)],
+)
+def test_an_unfinished_generation_is_an_error_even_with_a_right_text(
+    fake_artifact, tmp_path, reason, error
+):
+    suite = task("pyeasy", limit=1)
+    (sample,) = suite.samples()
+    right = next(iter(answers([sample]).values()))
+    with FakeEngine().serve(fake_artifact) as session:
+        session.generate = lambda requests: (
+            Completion(r.request_id, right, (1,), reason, error) for r in requests
+        )
+        context = TaskContext(tmp_path, tmp_path, is_baseline=True)
+        (score,) = suite.evaluate(session, [sample], context)
+    assert (score.status, score.outcome, score.value) == ("error", "error", 0.0)
+    assert score.detail == (error or reason)
 
 
 def test_prompts_are_as_written(fake_artifact):
@@ -310,6 +337,11 @@ def test_the_baseline_is_stored_and_compared_with(fake_artifact, tmp_path):
         changed = documents("other text")
         with pytest.raises(EngineError, match="different token ids"):
             list(suite.evaluate(Hidden(session, 0.0), changed, TaskContext(cand, base, False)))
+        damaged = next(base.rglob("*.safetensors"))
+        for path in base.rglob("*.safetensors"):
+            path.write_bytes(damaged.read_bytes()[:20])
+        with pytest.raises(RecordError, match="is damaged"):
+            list(suite.evaluate(Hidden(session, 0.0), samples, TaskContext(cand, base, False)))
     assert not list(base.rglob(".*"))
 
 
