@@ -160,12 +160,12 @@ def _speed_cells(
     if single is not None:
         yield from _quantile_cells("ttft", single.ttft)
         yield from _quantile_cells("tpot", single.tpot)
-        yield "tps_1", Cell(single.stream_tps, n=single.requests)
+        yield "tps_1", Cell(single.stream_tps, n=single.steady_requests)
         if base_single is not None:
             yield "tps_1_ratio", Cell(_ratio(single.stream_tps, base_single.stream_tps))
     best, base_best = best_point(summaries), best_point(base)
     if best is not None:
-        yield "tps_best", Cell(best.output_tps, n=best.requests, note=f"at {best.concurrency}")
+        yield "tps_best", Cell(best.output_tps, n=best.steady_requests, note=f"at {best.concurrency}")
         if base_best is not None:
             yield "tps_best_ratio", Cell(_ratio(best.output_tps, base_best.output_tps))
 

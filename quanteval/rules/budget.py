@@ -125,7 +125,7 @@ def _timing(metric: str, evidence: VariantEvidence) -> Measured | None:
         return None
     if metric.endswith("_tps"):
         rate = at.output_tps if metric == "best_output_tps" else at.stream_tps
-        return None if rate is None else Measured(rate, at.requests, at.failed)
+        return None if rate is None else Measured(rate, at.steady_requests, at.failed)
     return _quantile(metric, at)
 
 
