@@ -165,7 +165,10 @@ def _speed_cells(
             yield "tps_1_ratio", Cell(_ratio(single.stream_tps, base_single.stream_tps))
     best, base_best = best_point(summaries), best_point(base)
     if best is not None:
-        yield "tps_best", Cell(best.output_tps, n=best.steady_requests, note=f"at {best.concurrency}")
+        yield (
+            "tps_best",
+            Cell(best.output_tps, n=best.steady_requests, note=f"at {best.concurrency}"),
+        )
         if base_best is not None:
             yield "tps_best_ratio", Cell(_ratio(best.output_tps, base_best.output_tps))
 

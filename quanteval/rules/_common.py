@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,3 +158,47 @@ def first_unscored(scores: ScoreSet) -> str | None:
     good = np.isfinite(scores.value) & np.isfinite(scores.weight) & (scores.weight > 0)
     good &= np.array([status not in ("error", "timeout") for status in scores.status], dtype=bool)
     return None if good.all() else scores.sample_ids[int(np.argmin(good))]
+
+
+class PairedRule(Protocol):
+    """The fields of a rule that compares paired samples task by task."""
+
+    @property
+    def required(self) -> bool: ...
+    @property
+    def task(self) -> str | None: ...
+    @property
+    def kind(self) -> str | None: ...
+    @property
+    def alpha(self) -> float | None: ...
+    @property
+    def max_missing(self) -> float: ...
+
+
+CheckPairs = Callable[[str, Pairs, VariantEvidence, VariantEvidence, float], Finding]
+
+
+def check_each_task(
+    rule: PairedRule,
+    check: CheckPairs,
+    name: str,
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    alpha: float,
+) -> list[Finding]:
+    """Pair the samples of every task a rule concerns and check those that may be compared."""
+    chosen = select_tasks(
+        name, required=rule.required, task=rule.task, kind=rule.kind,
+        baseline=baseline, candidate=candidate,
+    )  # fmt: skip
+    if chosen.finding:
+        return [chosen.finding]
+    level = rule.alpha if rule.alpha is not None else alpha
+    findings = []
+    for task in chosen.tasks:
+        pairs = pair(task, baseline, candidate, rule.max_missing)
+        if pairs.problem:
+            findings.append(invalid(name, required=rule.required, task=task, problem=pairs.problem))
+        else:
+            findings.append(check(name, pairs, baseline, candidate, level))
+    return findings

@@ -13,15 +13,15 @@ from scipy.special import ndtri
 from quanteval.interfaces import ScoreSet, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
+    Pairs,
     bare,
     check_alpha,
+    check_each_task,
     check_selection,
     check_share,
     first_non_finite,
     invalid,
-    pair,
     percent,
-    select_tasks,
 )
 from quanteval.stats import NonInferiority as Test
 from quanteval.stats import absolute_loss, mcnemar_exact, point_rule_error, relative_loss
@@ -93,26 +93,17 @@ class NonInferiority:
         self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
     ) -> list[Finding]:
         """Return a finding for each task concerned."""
-        chosen = select_tasks(
-            name, required=self.required, task=self.task, kind=self.kind,
-            baseline=baseline, candidate=candidate,
-        )  # fmt: skip
-        if chosen.finding:
-            return [chosen.finding]
-        level = self.alpha if self.alpha is not None else alpha
-        return [self._check_task(name, task, baseline, candidate, level) for task in chosen.tasks]
+        return check_each_task(self, self._check_pairs, name, baseline, candidate, alpha)
 
-    def _check_task(
+    def _check_pairs(
         self,
         name: str,
-        task: str,
+        pairs: Pairs,
         baseline: VariantEvidence,
         candidate: VariantEvidence,
         alpha: float,
     ) -> Finding:
-        pairs = pair(task, baseline, candidate, self.max_missing)
-        if pairs.problem:
-            return invalid(name, required=self.required, task=task, problem=pairs.problem)
+        task = pairs.task
         base, cand = baseline.scores[task], candidate.scores[task]
         if problem := _unusable(base) or _unusable(cand):
             return invalid(name, required=self.required, task=task, problem=problem)
