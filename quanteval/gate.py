@@ -211,7 +211,7 @@ def _completeness(
         rule=COMPLETENESS,
         required=True,
         outcome="invalid" if problems else "accept",
-        sentence="; ".join(problems) or f"{len(names)} tasks are complete on both sides",
+        sentence="; ".join(problems) or f"complete on both sides: {', '.join(names)}",
     )
 
 
@@ -236,14 +236,18 @@ def _combine(
     if not accepted:
         return "error", "no required quality rule found anything to accept"
     tightest = min(accepted, key=_room)
-    return "accept", f"{len(accepted)} quality findings accepted; closest: {tightest.sentence}"
+    count = f"{len(accepted)} quality finding{'s' if len(accepted) > 1 else ''} accepted"
+    idle = [finding.rule for finding in required if finding.outcome == "skipped"]
+    more = f"; required rules with nothing to check: {', '.join(idle)}" if idle else ""
+    return "accept", f"{count}; closest: {tightest.sentence}{more}"
 
 
 def _room(finding: Finding) -> float:
-    """Return how much of the margin the upper bound leaves."""
+    """Return which share of the margin the upper bound leaves; a ratio's margin is counted from 1."""
     if finding.margin is None or finding.upper is None:
         return float("inf")
-    return (finding.margin - finding.upper) / abs(finding.margin)
+    none = 1.0 if finding.unit == "ratio" else 0.0
+    return (finding.margin - finding.upper) / abs(finding.margin - none)
 
 
 def _verdict(

@@ -5,41 +5,58 @@ from __future__ import annotations
 import numpy as np
 
 from quanteval.errors import ConfigError, EvidenceError
+from quanteval.gate import incomparable
 from quanteval.interfaces import ScoreSet, VariantEvidence
-from quanteval.metrics.quality import metrics_of
+from quanteval.metrics.quality import Metric, metrics_of
 from quanteval.records import Score
-from quanteval.report.text import line, number, plain
+from quanteval.report.render import cell_text
+from quanteval.report.table import Cell, paired_difference
+from quanteval.report.text import line, number, plain, wrap
 from quanteval.targets import near
 
 SHOWN = 20
 
 
 def comparison_text(first: VariantEvidence, second: VariantEvidence) -> str:
-    """Return, for each common task, both values and the samples lost and gained."""
+    """Return, for each common task, both values, their paired difference, and the samples lost and gained.
+
+    Conditions that differ are named first; a task whose suite differs has no values.
+    """
     names = [name for name in first.scores if name in second.scores]
     if not names:
         raise EvidenceError(f"{first.name} and {second.name} have no task in common")
-    out = [f"{line(first.name)} -> {line(second.name)}"]
+    lines = [f"{line(first.name)} -> {line(second.name)}"]
+    if differing := incomparable(first, second):
+        lines.append(f"not measured alike: {line(differing)}")
     for name in names:
-        out += ["", *_task_lines(name, first.scores[name], second.scores[name])]
-    return "\n".join(out)
+        lines += ["", *_task_lines(line(name), first.scores[name], second.scores[name])]
+    return "\n".join(part for text in lines for part in wrap(text, 4))
 
 
 def _task_lines(name: str, a: ScoreSet, b: ScoreSet) -> list[str]:
-    if a.record.fingerprint != b.record.fingerprint:
+    if a.record.fingerprint != b.record.fingerprint or a.record.kind != b.record.kind:
         return [f"{name}: not comparable, the suites differ (see quanteval gate)"]
     try:
         before, after = metrics_of(a), {metric.name: metric for metric in metrics_of(b)}
     except EvidenceError as error:
         return [f"{name}: {line(str(error))}"]
-    pairs = [(x, after[x.name]) for x in before if x.name in after]
-    lines = [
-        f"{name}: {x.name} {number(x.value, 4)} -> {number(y.value, 4)} {x.unit} (n={y.n} {y.units})".rstrip()
-        for x, y in pairs
-    ]
+    lines = [f"{name}: {_change(x, after[x.name])}" for x in before if x.name in after]
+    if difference := paired_difference(a, b):
+        lines.append(f"  paired difference of {before[0].name}: {difference}")
     if a.record.kind == "code":
         lines += _flips(a, b)
     return lines
+
+
+def _change(x: Metric, y: Metric) -> str:
+    n = f"n={y.n}" if x.n == y.n else f"n={x.n} and {y.n}"
+    unit = "" if x.unit == "share" else f"{x.unit} "
+    return f"{x.name} {_value(x)} -> {_value(y)} {unit}({n} {y.units})"
+
+
+def _value(metric: Metric) -> str:
+    cell = Cell(metric.value, metric.lower, metric.upper)
+    return cell_text(cell, "share" if metric.unit == "share" else "number")
 
 
 def _flips(a: ScoreSet, b: ScoreSet) -> list[str]:
@@ -71,7 +88,7 @@ def sample_text(sample_id: str, sides: dict[str, list[Score]]) -> str:
     for name, scores in sides.items():
         for score in scores:
             if score.sample_id == sample_id:
-                head = f"{line(name)}: {score.outcome or score.status}, value {number(score.value)}"
+                head = f"{line(name)}: {line(score.outcome) or score.status}, value {number(score.value)}"
                 out += [f"{head}, {score.output_tokens} tokens, {score.finish_reason}"]
                 out += [f"  {line(score.detail)}"] if score.detail else []
                 out += [plain(score.output or "(no output)"), ""]

@@ -237,11 +237,11 @@ def _quality_cell(
         if baseline is not None and baseline.name != variant.name
         else None
     )
-    note = _difference(base, scores) if base is not None else ""
+    note = paired_difference(base, scores) if base is not None else ""
     return Cell(metric.value, metric.lower, metric.upper, metric.n, note)
 
 
-def _difference(base: ScoreSet, scores: ScoreSet) -> str:
+def paired_difference(base: ScoreSet, scores: ScoreSet) -> str:
     """Return the paired difference to the baseline as text, '' where it means nothing."""
     if scores.record.kind == "divergence" or base.record.fingerprint != scores.record.fingerprint:
         return ""

@@ -15,7 +15,8 @@ def verdict_text(verdict: Verdict) -> str:
     """Return a verdict with a line for each finding."""
     outcome = verdict.outcome.upper().replace("_", " ")
     head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {outcome}"
-    lines = [f"{head} (policy {line(verdict.policy_name)})", *wrap(f"  {line(verdict.reason)}", 2)]
+    lines = wrap(f"{head} (policy {line(verdict.policy_name)})")
+    lines += wrap(f"  {line(verdict.reason)}")
     for finding in finding_rows(verdict):
         lines += wrap(f"  {_mark(finding):3} {line(finding.rule)}: {line(finding.sentence)}", 6)
     return "\n".join(lines)

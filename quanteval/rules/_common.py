@@ -147,6 +147,18 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def confidence(alpha: float) -> str:
+    """Return '95 %', with the decimals that the level needs: 99.95 % is not 100 %."""
+    return f"{100 * (1 - alpha):.6g} %"
+
+
+def beside(value: float, limit: float, digits: int) -> str:
+    """Return a number with `digits` decimals, up to 6 where fewer would make it look equal to the limit."""
+    while digits < 6 and value != limit and f"{value:.{digits}f}" == f"{limit:.{digits}f}":
+        digits += 1
+    return f"{value:z.{digits}f}"
+
+
 def first_non_finite(scores: ScoreSet) -> str | None:
     """Return the id of the first sample whose value or weight is NaN or infinite."""
     bad = np.flatnonzero(~(np.isfinite(scores.value) & np.isfinite(scores.weight)))

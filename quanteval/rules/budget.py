@@ -14,7 +14,7 @@ from typing import Literal
 from quanteval.interfaces import VariantEvidence
 from quanteval.metrics.latency import Distribution, LoadPointSummary, best_point, point, summarize
 from quanteval.records import Finding, Outcome
-from quanteval.rules._common import bare
+from quanteval.rules._common import bare, beside
 
 BYTES = ("weight_memory_bytes", "peak_memory_bytes", "artifact_bytes")
 Metric = Literal[
@@ -62,10 +62,12 @@ class Budget:
         kept = seen >= limit if self.min_ratio is not None else seen <= limit
         indicative = self.metric not in BYTES
         unit = _unit(self.metric)
-        what = f"{self.metric} {before.value:.6g} -> {after.value:.6g} {unit} ({ratio:.2f}x"
+        shown = _shown(self.metric, before.value), _shown(self.metric, after.value)
+        near = limit if self.max_value is None else ratio
+        what = f"{self.metric} {shown[0]} -> {shown[1]} {unit} ({beside(ratio, near, 2)}x"
         what += f", n={before.n} and {after.n})" if indicative else ")"
         side = "at least" if self.min_ratio is not None else "at most"
-        wanted = f"{limit:g} {unit}" if self.max_value is not None else f"{limit:g}x"
+        wanted = f"{limit:g}x" if self.max_value is None else f"{_shown(self.metric, limit)} {unit}"
         sentence = f"{what}: {'meets' if kept else 'misses'} {side} {wanted}"
         if indicative:
             sentence += " (indicative: one run each, not interleaved)"
@@ -137,6 +139,11 @@ def _quantile(metric: str, single: LoadPointSummary) -> Measured | None:
     }
     found = pick[name](single).at(int(quantile[1:]) / 100)
     return None if found is None else Measured(found.value, found.n, single.failed)
+
+
+def _shown(metric: str, value: float) -> str:
+    """Return bytes to the last one: a budget can be missed by a few, and an exponent hides which."""
+    return f"{value:.0f}" if metric in BYTES else f"{value:.6g}"
 
 
 def _unit(metric: str) -> str:

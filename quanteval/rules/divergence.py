@@ -12,14 +12,16 @@ from quanteval.interfaces import VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Pairs,
+    beside,
     check_alpha,
     check_each_task,
     check_selection,
     check_share,
+    confidence,
     first_unscored,
     invalid,
 )
-from quanteval.stats import clustered_ratio
+from quanteval.stats import ClusterEstimate, clustered_ratio
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,11 @@ class DivergenceBound:
         label, unit = (
             ("mean KL", "nats/token") if self.metric == "mean_kl" else ("top-1 agreement", "share")
         )
-        side = "below" if self.max is not None else "above"
-        verb = {
-            "accept": "shown to be",
-            "reject": "shown not to be",
-            "inconclusive": "not shown to be",
-        }
-        sentence = (
-            f"{task}: {label} {found.estimate:.4f} {unit} (n={len(totals)} documents, between {found.lower:.4f} and "
-            f"{found.upper:.4f} with {1 - alpha:.0%} confidence each), {verb[outcome]} {side} {limit:g}"
-        )
         return Finding(
             rule=name,
             required=self.required,
             outcome=outcome,
-            sentence=sentence,
+            sentence=_sentence(task, found, limit, outcome, is_kl=self.metric == "mean_kl"),
             task=task,
             metric=label,
             unit=unit,
@@ -112,3 +104,24 @@ class DivergenceBound:
             confidence=1 - alpha,
             margin=limit,
         )
+
+
+def _sentence(
+    task: str, found: ClusterEstimate, limit: float, outcome: Outcome, *, is_kl: bool
+) -> str:
+    verb = {
+        "accept": "shown to be",
+        "reject": "shown not to be",
+        "inconclusive": "not shown to be",
+    }
+    label, unit, scale = ("mean KL", "nats/token", 1) if is_kl else ("top-1 agreement", "%", 100)
+    digits = 1 if not is_kl else 4 if found.estimate >= 1e-3 else 6
+    seen, lower, upper = (
+        beside(scale * value, scale * limit, digits)
+        for value in (found.estimate, found.lower, found.upper)
+    )
+    return (
+        f"{task}: {label} {seen} {unit} (n={found.clusters} documents, between {lower} and {upper} with "
+        f"{confidence(found.alpha)} confidence each), {verb[outcome]} {'below' if is_kl else 'above'} "
+        f"{scale * limit:g} {unit}"
+    )

@@ -15,10 +15,12 @@ from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Pairs,
     bare,
+    beside,
     check_alpha,
     check_each_task,
     check_selection,
     check_share,
+    confidence,
     first_non_finite,
     invalid,
     percent,
@@ -27,6 +29,7 @@ from quanteval.stats import NonInferiority as Test
 from quanteval.stats import absolute_loss, mcnemar_exact, point_rule_error, relative_loss
 
 POWER = 0.8
+POINTS, RELATIVE = "points", "% of the baseline's score"
 FloatArray = NDArray[np.float64]
 
 
@@ -137,14 +140,14 @@ class NonInferiority:
         absolute = margin * before if relative else margin
         wrong = point_rule_error(len(x), max((broken + fixed) / len(x), absolute), absolute)
         kept = loss <= margin + 1e-12
-        unit = "%" if relative else "points"
+        unit = RELATIVE if relative else POINTS
         return Finding(
             rule=name,
             required=self.required,
             outcome="accept" if kept else "reject",
-            sentence=f"{_seen(task, x, y)}, loss {100 * loss:.1f} {unit}, "
-            f"{'not above' if kept else 'above'} {100 * margin:g}: not a statistical test, it passes a loss exactly "
-            f"at the margin {percent(wrong)} of the time",
+            sentence=f"{_seen(task, x, y)}, loss {beside(100 * loss, 100 * margin, 1)} {unit}, "
+            f"{'not above' if kept else 'above'} the margin of {100 * margin:g}: not a statistical test, "
+            f"it passes a loss exactly at the margin {percent(wrong)} of the time",
             task=task,
             metric="mean score",
             unit="share of the baseline" if relative else "share",
@@ -262,25 +265,21 @@ def _sentence(
     *,
     relative: bool,
 ) -> str:
-    unit = "%" if relative else "points"
-    sure = percent(1 - test.alpha)
-    seen = f"{_seen(task, x, y)}, loss {100 * test.loss:.1f} {unit}"
+    unit = RELATIVE if relative else POINTS
+    sure, limit = confidence(test.alpha), 100 * test.margin
+    margin = f"the margin of {limit:g} {'%' if relative else unit}"
+    loss, lower, upper = (beside(100 * v, limit, 1) for v in (test.loss, test.lower, test.upper))
+    seen = f"{_seen(task, x, y)}, loss {loss} {unit}"
     if outcome == "accept":
-        return (
-            f"{seen}, at most {100 * test.upper:.1f} with {sure} confidence: "
-            f"within the margin of {100 * test.margin:g}"
-        )
+        return f"{seen}, at most {upper} with {sure} confidence: within {margin}"
     if outcome == "reject":
-        return (
-            f"{seen}, at least {100 * test.lower:.1f} with {sure} confidence: "
-            f"beyond the margin of {100 * test.margin:g}"
-        )
+        return f"{seen}, at least {lower} with {sure} confidence: beyond {margin}"
     more = (
         f"about {needed} samples would decide"
         if needed
         else "no number of samples decides at the margin"
     )
     return (
-        f"{seen}, between {100 * test.lower:.1f} and {100 * test.upper:.1f} with {sure} confidence each: "
-        f"undecided at the margin of {100 * test.margin:g}, {more}"
+        f"{seen}, between {lower} and {upper} with {sure} confidence each: "
+        f"undecided at {margin}, {more}"
     )

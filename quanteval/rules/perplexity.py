@@ -6,23 +6,26 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtri
 
 from quanteval.interfaces import VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Pairs,
     bare,
+    beside,
     check_alpha,
     check_each_task,
     check_selection,
     check_share,
+    confidence,
     first_unscored,
     invalid,
-    percent,
 )
 from quanteval.stats import bootstrap_ratio, log_perplexity_ratio
 
 MINIMUM_DOCUMENTS = 10
+POWER = 0.8
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class PerplexityRatio:
         elif lower > self.max_ratio:
             outcome = "reject"
         before, after = _exp(x.sum() / tokens.sum()), _exp(y.sum() / tokens.sum())
-        needed = _needed(cluster.se, n, cluster.estimate, math.log(self.max_ratio))
+        needed = _needed(cluster.se, n, cluster.estimate, math.log(self.max_ratio), alpha)
         outlier = pairs.sample_ids[cluster.most_influential]
         return Finding(
             rule=name,
@@ -141,10 +144,11 @@ def _exp(value: float) -> float:
         return float(np.exp(value))
 
 
-def _needed(se: float, n: int, estimate: float, margin: float) -> int | None:
+def _needed(se: float, n: int, estimate: float, margin: float, alpha: float) -> int | None:
     """Return the documents that decide with 80 % power if spread and estimate stay as seen."""
     distance = abs(margin - estimate)
-    return None if distance < 1e-9 else max(math.ceil((2.486 * se / distance) ** 2 * n), n + 1)
+    z = float(ndtri(POWER) - ndtri(alpha))
+    return None if distance < 1e-9 else max(math.ceil((z * se / distance) ** 2 * n), n + 1)
 
 
 def _sentence(
@@ -157,19 +161,15 @@ def _sentence(
     outcome: Outcome,
     needed: int | None,
 ) -> str:
-    ratio, lower, upper = bounds
-    sure = percent(1 - alpha)
-    seen = f"{task}: perplexity {values[0]:.2f} -> {values[1]:.2f} (n={n} documents), ratio {ratio:.3f}"
+    ratio, lower, upper = (beside(value, margin, 3) for value in bounds)
+    sure = confidence(alpha)
+    seen = f"{task}: perplexity {values[0]:.2f} -> {values[1]:.2f} (n={n} documents), ratio {ratio}"
     if outcome == "accept":
-        return (
-            f"{seen}, at most {upper:.3f} with {sure} confidence: within the margin of {margin:g}"
-        )
+        return f"{seen}, at most {upper} with {sure} confidence: within the margin of {margin:g}"
     if outcome == "reject":
-        return (
-            f"{seen}, at least {lower:.3f} with {sure} confidence: beyond the margin of {margin:g}"
-        )
+        return f"{seen}, at least {lower} with {sure} confidence: beyond the margin of {margin:g}"
     more = f", about {needed} documents would decide" if needed else ""
     return (
-        f"{seen}, between {lower:.3f} and {upper:.3f} with {sure} confidence each: "
+        f"{seen}, between {lower} and {upper} with {sure} confidence each: "
         f"undecided at the margin of {margin:g}{more}"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quanteval.errors import ConfigError
@@ -46,6 +46,19 @@ def test_equal_variants_are_accepted():
     assert found.exit_code == 0
     assert {f.outcome for f in found.findings if f.required} == {"accept"}
     assert found.policy_sha256 == POLICY.sha256
+
+
+def test_an_accept_names_what_left_the_least_of_its_margin_and_what_was_not_checked():
+    found = verdict(*sets(values(3)))
+    room = {f.rule: f for f in found.findings if f.rule in ("code", "perplexity")}
+    # Code leaves about a quarter of its 5 points, perplexity all of its 5 %.
+    assert room["code"].upper > 0.035
+    assert room["perplexity"].upper == pytest.approx(1.0)
+    assert found.reason.startswith("2 quality findings accepted; closest: code: 100.0 % -> 98.5 %")
+    prose = make.variant("base", make.perplexity(NLL))
+    found = decide(POLICY, prose, make.variant("cand", make.perplexity(NLL)), tasks=("prose",))
+    assert found.reason.startswith("1 quality finding accepted; closest: prose: ")
+    assert found.reason.endswith("; required rules with nothing to check: code")
 
 
 def test_a_clear_loss_is_rejected_and_a_small_suite_is_inconclusive():
@@ -113,6 +126,15 @@ def test_an_unfinished_task_is_an_error():
     assert verdict(running, *rest).outcome == "error"
 
 
+def test_samples_missing_alike_on_both_sides_are_an_error_in_any_task():
+    """Also in one that no rule looks at: what is left may be what was easy."""
+    short = make.scores("rating", "rating", np.ones(30), expected=31)
+    baseline = make.variant("base", *sets(kl=0.0), short)
+    found = verdict(*sets(), short, baseline=baseline)
+    assert found.outcome == "error"
+    assert "cand has 30 of 31 samples of rating" in found.reason
+
+
 def test_all_errors_or_nan_are_errors():
     code, prose, distance = sets()
     errored = dataclasses.replace(code, value=np.zeros(200), status=("error",) * 200)
@@ -137,55 +159,124 @@ def test_divergence_alone_accepts_nothing():
     assert "no required quality rule" in found.reason
 
 
-def damaged():
-    """Candidates that are not accepted, and what keeps them from it."""
-    broken = np.ones(200)
-    broken[:7] = 0
-    return {
-        "inconclusive code": sets(broken),
-        "perplexity": sets(nll=NLL + 100 * np.log(1.06)),
-    }
+def values(lost=0, bad=1.0):
+    found = np.ones(200)
+    found[:lost] = 0
+    found[-1] = bad
+    return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    which=st.sampled_from(["inconclusive code", "perplexity"]),
-    part=st.sampled_from(["sample", "task", "id", "prompt", "condition", "task name"]),
-    index=st.integers(0, 39),
-    task=st.sampled_from([0, 1, 2]),
-)
-def test_taking_something_away_never_makes_an_accept(which, part, index, task):
-    chosen = list(damaged()[which])
-    assert verdict(*chosen).outcome != "accept"
-    target = chosen[task]
+def few(keep):
+    return make.scores(values=np.ones(keep))
+
+
+# Pairs that are not accepted: the baseline's sets, the candidate's, and what else the candidate has.
+DAMAGED = {
+    "inconclusive code": (sets(), sets(values(7)), {}),
+    "code one sample short of deciding": ((few(58), *sets()[1:]), (few(58), *sets()[1:]), {}),
+    "rejected code": (sets(), sets(values(40)), {}),
+    "perplexity": (sets(), sets(nll=NLL + 100 * np.log(1.06)), {}),
+    "a NaN": (sets(), sets(values(bad=np.nan)), {}),
+    "a NaN in the baseline": (sets(values(bad=np.nan)), sets(), {}),
+    "an error": (sets(), (dataclasses.replace(sets()[0], status=("error",) + ("ok",) * 199), *sets()[1:]), {}),
+    "a scheme that did not run": (sets(), sets(), {"artifact": make.artifact(4, effective_bits=16)}),
+    "other conditions": (sets(), sets(), {"comparable": {**make.CONDITIONS, "threads": 1}}),
+    "a failure": (sets(), sets(), {"status": "failed"}),
+}  # fmt: skip
+
+
+def without(scores, index):
+    """Return the scores without one sample, as a torn journal would give them."""
+    keep = [i for i in range(len(scores.sample_ids)) if i != index]
+    texts = ("sample_ids", "prompt_sha256", "status", "finish_reason", "outcome")
+    return dataclasses.replace(
+        scores,
+        **{name: tuple(getattr(scores, name)[i] for i in keep) for name in texts},
+        **{name: getattr(scores, name)[keep] for name in ("value", "weight", "output_tokens")},
+        numbers={k: v[keep] for k, v in scores.numbers.items()},
+        series={k: tuple(v[i] for i in keep) for k, v in scores.series.items()},
+    )
+
+
+def spoil(chosen, comparable, part, task, index):
+    """Return the sets and conditions with one thing taken away or renamed."""
+    chosen, comparable, target = list(chosen), dict(comparable), chosen[task]
     index %= len(target.sample_ids)
-    comparable = dict(make.CONDITIONS)
     if part == "sample":
-        keep = [i for i in range(len(target.sample_ids)) if i != index]
-        chosen[task] = dataclasses.replace(
-            target,
-            **{
-                name: tuple(column[i] for i in keep)
-                for name in ("sample_ids", "prompt_sha256", "status", "finish_reason", "outcome")
-                for column in [getattr(target, name)]
-            },
-            **{name: getattr(target, name)[keep] for name in ("value", "weight", "output_tokens")},
-            numbers={k: v[keep] for k, v in target.numbers.items()},
-            series={k: tuple(v[i] for i in keep) for k, v in target.series.items()},
-        )
+        chosen[task] = without(target, index)
     elif part == "task":
         del chosen[task]
-    elif part in ("id", "prompt"):
-        column = "sample_ids" if part == "id" else "prompt_sha256"
-        renamed = list(getattr(target, column))
+    elif part in ("sample_ids", "prompt_sha256"):
+        renamed = list(getattr(target, part))
         renamed[index] += "x"
-        chosen[task] = dataclasses.replace(target, **{column: tuple(renamed)})
+        chosen[task] = dataclasses.replace(target, **{part: tuple(renamed)})
     elif part == "task name":
         record = target.record.model_copy(update={"task": target.record.task + "x"})
         chosen[task] = dataclasses.replace(target, record=record)
     else:
-        comparable.pop(sorted(comparable)[index % len(comparable)])
-    assert verdict(*chosen, comparable=comparable).outcome != "accept"
+        key = sorted(comparable)[index % len(comparable)]
+        comparable[key + "x"] = comparable.pop(key)
+        if part == "condition":
+            del comparable[key + "x"]
+    return chosen, comparable
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    which=st.sampled_from(sorted(DAMAGED)),
+    part=st.sampled_from(
+        [
+            "sample",
+            "task",
+            "sample_ids",
+            "prompt_sha256",
+            "task name",
+            "condition",
+            "condition name",
+        ]
+    ),
+    sides=st.sampled_from([("base",), ("cand",), ("base", "cand")]),
+    index=st.integers(0, 199),
+    task=st.sampled_from([0, 1, 2]),
+)
+def test_taking_away_or_renaming_something_never_makes_an_accept(which, part, sides, index, task):
+    # Two records that both lack a condition agree about it: that is two changes, not one.
+    assume(not (part == "condition" and len(sides) == 2))
+    first, second, more = DAMAGED[which]
+    more = {"comparable": make.CONDITIONS, **more}
+    pair = {"base": (first, make.CONDITIONS), "cand": (second, more.pop("comparable"))}
+
+    def outcome():
+        (one, conditions), (other, others) = pair["base"], pair["cand"]
+        baseline = make.variant("base", *one, comparable=conditions)
+        return verdict(*other, baseline=baseline, comparable=others, **more).outcome
+
+    assert outcome() != "accept"
+    for side in sides:
+        pair[side] = spoil(*pair[side], part, task, index)
+    assert outcome() != "accept"
+
+
+def test_large_suites_are_judged():
+    n = 10_000
+    names = [f"code{i}" for i in range(4)]
+    rng = np.random.default_rng(3)
+    truth = [(rng.random(n) < 0.5).astype(float) for _ in names]
+    nll = rng.normal(270, 30, n)
+
+    def big(name, lost, rise):
+        broken = [np.where(np.arange(n) < lost, 0.0, x) for x in truth]
+        code = [make.scores(t, values=x) for t, x in zip(names, broken, strict=True)]
+        return make.variant(name, *code, make.perplexity(nll + rise))
+
+    baseline, tasks = big("base", 0, 0.0), (*names, "prose")
+    for lost, outcome in ((100, "accept"), (1500, "reject")):
+        found = decide(POLICY, baseline, big("cand", lost, 0.5), tasks=tasks)
+        assert found.outcome == outcome, found.reason
+        code = [f for f in found.findings if f.rule == "code"]
+        assert [f.n for f in code] == [n] * 4
+        for finding, x in zip(code, truth, strict=True):
+            assert (finding.broken, finding.fixed) == (x[:lost].sum(), 0)
 
 
 def test_the_same_evidence_gives_the_same_verdict():

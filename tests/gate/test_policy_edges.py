@@ -138,3 +138,16 @@ def test_every_guard_of_the_strict_policy_fails_a_release_on_its_own(rule, chang
     assert found.outcome == "reject"
     failed = {f.rule for f in found.findings if f.required and f.outcome != "accept"}
     assert rule in failed
+
+
+def test_a_score_that_is_not_finite_fails_a_release_by_itself():
+    """Also in a task that no other rule looks at."""
+    finite = {"_target_": "quanteval.rules.guards.FiniteScores"}
+    policy = load_policy({"rules": {"code": CODE, "finite": finite}})
+    rating = make.scores("rating", "rating", [1.0, 2.0])
+    broken = make.scores("rating", "rating", [1.0, np.inf])
+    base = make.variant("base", GOOD, rating)
+    assert decide(policy, base, make.variant("cand", GOOD, rating)).outcome == "accept"
+    found = decide(policy, base, make.variant("cand", GOOD, broken))
+    assert found.outcome == "reject"
+    assert found.reason == 'finite: rating: sample "s1" has a score that is not finite'

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from quanteval.errors import EvidenceError
 from quanteval.metrics.quality import metrics_of
@@ -43,6 +44,74 @@ def test_divergence_metrics():
     assert found["median KL"].n == 200
     assert found["mean KL"].lower >= 0
     assert found["top-1 agreement"].upper <= 1
+
+
+def ratio_interval(totals, weights):
+    """Return the ratio and its linearised two-sided 95 % t interval, written out."""
+    totals, weights = np.asarray(totals), np.asarray(weights)
+    ratio, n = totals.sum() / weights.sum(), len(totals)
+    spread = np.sqrt(n / (n - 1) * ((totals - ratio * weights) ** 2).sum()) / weights.sum()
+    reach = stats.t.ppf(0.975, n - 1) * spread
+    return ratio - reach, ratio + reach
+
+
+def test_documents_are_the_unit_of_every_interval():
+    nll, tokens = np.array([200.0, 330.0, 90.0]), np.array([100.0, 120.0, 50.0])
+    words, octets = np.array([60.0, 70.0, 30.0]), np.array([400.0, 500.0, 210.0])
+    numbers = {"words": words, "bytes": octets}
+    found = by_name(make.perplexity(nll, weight=tokens, numbers=numbers))
+    for name, weights in (("token", tokens), ("word", words), ("byte", octets)):
+        metric = found[f"{name} perplexity"]
+        assert metric.value == pytest.approx(math.exp(nll.sum() / weights.sum()))
+        assert (metric.lower, metric.upper) == pytest.approx(np.exp(ratio_interval(nll, weights)))
+        assert (metric.n, metric.units, metric.unit) == (3, "documents", "")
+    bits = found["bits per byte"]
+    assert (bits.lower, bits.upper) == pytest.approx(ratio_interval(nll / math.log(2), octets))
+    assert not bits.higher_is_better
+    kl, agree = np.array([2.0, 3.0, 2.5]), np.array([90.0, 70.0, 95.0])
+    found = by_name(make.divergence(kl, agree))
+    weights = np.full(3, 100.0)
+    assert (found["mean KL"].lower, found["mean KL"].upper) == pytest.approx(
+        ratio_interval(kl, weights)
+    )
+    agreement = found["top-1 agreement"]
+    lower, upper = ratio_interval(agree, weights)
+    assert (agreement.lower, agreement.upper) == pytest.approx((lower, min(upper, 1.0)))
+
+
+def test_shares_of_passed_samples_are_clustered_by_problem():
+    values = np.array([1.0, 0.5, 0.25, 0.0])
+    metric = by_name(make.scores(values=values))["pass@1"]
+    lower, upper = ratio_interval(values, np.ones(4))
+    assert metric.value == pytest.approx(values.mean())
+    assert (metric.lower, metric.upper) == pytest.approx((max(lower, 0), min(upper, 1)))
+
+
+def test_an_errored_answer_counts_as_wrong_and_stays_in_the_denominator():
+    status = ("error", "timeout", "truncated", "ok")
+    metric = by_name(make.scores(values=[1, 0, 1, 1], status=status))["pass@1"]
+    assert (metric.value, metric.n) == (0.5, 4)
+
+
+@pytest.mark.parametrize("status", ["error", "timeout"])
+def test_a_sum_over_tokens_without_one_document_has_no_value(status):
+    for scores in (
+        make.perplexity([200.0, 300.0], status=("ok", status)),
+        make.divergence([1.0, 2.0], [99, 98], status=("ok", status)),
+    ):
+        with pytest.raises(EvidenceError, match=f'"s1" is an {status}'):
+            metrics_of(scores)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_a_document_needs_scored_tokens(weight):
+    with pytest.raises(EvidenceError, match=r'"s1" has .* scored tokens'):
+        metrics_of(make.perplexity([200.0, 300.0], weight=np.array([100.0, weight])))
+
+
+def test_a_kind_of_another_package_has_its_mean():
+    (metric,) = metrics_of(make.scores("rating", "rating", [1.0, 4.0, 4.0]))
+    assert (metric.name, metric.value, metric.n) == ("mean", 3.0, 3)
 
 
 def test_one_document_has_no_interval():

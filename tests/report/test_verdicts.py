@@ -59,6 +59,14 @@ def test_the_text_gives_the_reason_and_every_finding(outcome):
         assert f"{finding.rule}: {' '.join(finding.sentence.split())}" in flat
 
 
+def test_long_names_stay_in_a_hundred_columns():
+    name = "candidate-with-a-long-name-" * 6
+    (verdict,) = make_run(make.variant(name, *sets())).verdicts
+    text = verdict_text(verdict)
+    assert all(len(shown) <= 100 for shown in text.splitlines())
+    assert f"{name}againstbase:ACCEPT(policydefault)" in "".join(text.split())
+
+
 def test_what_decided_comes_first_and_advice_is_in_brackets():
     (verdict,) = make_run(make.variant("c", *sets(lost=40, kl=20.0))).verdicts
     lines = [shown.strip() for shown in verdict_text(verdict).splitlines()]
@@ -133,8 +141,25 @@ def test_a_comparison_names_the_samples_that_flipped():
     assert "lost    s0 (passed -> wrong)" in text
     assert "... and 5 more" in text
     assert "prose: token perplexity" in text
+    assert (
+        "code: pass@1 100.0 % [98.1 %, 100.0 %] -> 87.5 % [82.2 %, 91.4 %] (n=200 problems)" in text
+    )
+    assert "paired difference of pass@1: -12.5 points [" in text
+    assert "not measured alike" not in text
+    assert all(len(shown) <= 100 for shown in text.splitlines())
     back = comparison_text(make.variant("c", *sets(lost=25)), make.variant("base", *sets()))
     assert "0 lost, 25 gained" in back
+
+
+def test_a_comparison_names_conditions_that_differ_and_shows_foreign_names_harmlessly():
+    other = {**make.CONDITIONS, "threads": 1}
+    odd = make.scores("\x1b[2Jtask", values=[1, 0, 1])
+    text = comparison_text(make.variant("a", odd), make.variant("b", odd, comparable=other))
+    assert text.splitlines()[1] == "not measured alike: threads (2 and 1)"
+    assert "\x1b" not in text
+    rating = make.scores(kind="rating", values=[1, 0, 1])
+    text = comparison_text(make.variant("a", make.scores()), make.variant("b", rating))
+    assert "code: not comparable, the suites differ" in text
 
 
 def test_a_comparison_copes_with_what_only_one_side_has():
@@ -160,8 +185,10 @@ def score(sample_id, output):
 
 
 def test_one_sample_is_shown_in_full_and_harmless():
-    sides = {"base": [score("s1", "def f():\n    return '\x1b[2J'")], "c": [score("s1", None)]}
+    odd = score("s1", None).model_copy(update={"outcome": "\x1b[2J"})
+    sides = {"base": [score("s1", "def f():\n    return '\x1b[2J'")], "c": [odd]}
     text = sample_text("s1", sides)
+    assert "\x1b" not in text
     assert "def f():\n    return '\\x1b[2J'" in text
     assert "(no output)" in text
     with pytest.raises(ConfigError, match='did you mean "s1"'):

@@ -227,8 +227,8 @@ def test_a_point_comparison_is_named_so_and_is_no_evidence_of_quality():
     finding = one(rule, make.scores(values=base), make.scores(values=cand))
     assert finding.outcome == "accept"
     assert finding.sentence == (
-        "code: 18.3 % -> 18.3 % (n=164, 1 worse, 1 better), loss 0.0 points, not above 2: not a statistical test, "
-        "it passes a loss exactly at the margin 58.4 % of the time"
+        "code: 18.3 % -> 18.3 % (n=164, 1 worse, 1 better), loss 0.0 points, not above the margin of 2: "
+        "not a statistical test, it passes a loss exactly at the margin 58.4 % of the time"
     )
     assert (finding.lower, finding.upper, finding.p_value) == (None, None, None)
     assert not rule.is_quality

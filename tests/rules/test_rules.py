@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from quanteval.rules._common import beside, confidence
 from quanteval.rules.budget import Budget, measure
 from quanteval.rules.divergence import DivergenceBound
 from quanteval.rules.guards import EffectivePrecision, FiniteScores, OutputLength, SampleStatus
@@ -51,7 +52,7 @@ def test_scores_are_judged_by_tangos_bounds():
     assert finding.p_value == pytest.approx(0.0907032870043, abs=1e-9)
     assert finding.sentence == (
         "code: 97.0 % -> 95.1 % (n=164, 8 worse, 5 better), loss 1.8 points, between -2.0 and 5.8 with "
-        "95.0 % confidence each: undecided at the margin of 5, about 486 samples would decide"
+        "95 % confidence each: undecided at the margin of 5 points, about 486 samples would decide"
     )
 
 
@@ -71,6 +72,38 @@ def test_three_outcomes(broken, fixed, outcome, detected):
         assert finding.outcome == outcome, finding.sentence
         assert finding.regression_detected is detected
         assert (finding.n_needed is not None) == (outcome == "inconclusive")
+
+
+def test_sentences_of_a_decision():
+    assert one(CODE, *pair_of(*flips(200, 0, 0))).sentence == (
+        "code: 100.0 % -> 100.0 % (n=200, 0 worse, 0 better), loss 0.0 points, at most 1.3 with 95 % confidence: "
+        "within the margin of 5 points"
+    )
+    relative = NonInferiority(margin=Margin(relative=0.05), kind="code", alpha=0.025)
+    finding = one(relative, *pair_of(*flips(400, 60, 0)))
+    lower = f"{100 * finding.lower:.1f}"
+    assert finding.sentence == (
+        "code: 100.0 % -> 85.0 % (n=400, 60 worse, 0 better), loss 15.0 % of the baseline's score, "
+        f"at least {lower} with 97.5 % confidence: beyond the margin of 5 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "digits", "text"),
+    [
+        (4.96, 5.0, 1, "4.96"), (5.04, 5.0, 1, "5.04"), (4.9, 5.0, 1, "4.9"), (5.0, 5.0, 1, "5.0"),
+        (1.04996, 1.05, 3, "1.04996"), (-0.01, 5.0, 1, "0.0"), (5.0 + 1e-9, 5.0, 1, "5.000000"),
+    ],
+)  # fmt: skip
+def test_a_bound_does_not_look_equal_to_what_it_was_compared_with(value, limit, digits, text):
+    assert beside(value, limit, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("alpha", "text"), [(0.05, "95 %"), (0.025, "97.5 %"), (0.0005, "99.95 %"), (0.3, "70 %")]
+)
+def test_confidence_is_never_rounded_up(alpha, text):
+    assert confidence(alpha) == text
 
 
 def test_zero_flips_accept_only_from_59_samples_at_five_points():
@@ -180,6 +213,17 @@ def test_perplexity_is_judged_by_its_ratio(ratio, outcome):
     assert "n=40 documents" in finding.sentence
 
 
+def test_the_documents_needed_depend_on_the_level():
+    """n (z_alpha + z_power)^2 (se/distance)^2: a stricter level needs more."""
+    usual, strict = (
+        one(dataclasses.replace(PPL, alpha=alpha), *documents(np.log(1.0495))).n_needed
+        for alpha in (0.05, 0.005)
+    )
+    assert strict / usual == pytest.approx(
+        (2.5758 + 0.8416) ** 2 / (1.6449 + 0.8416) ** 2, rel=0.02
+    )
+
+
 def test_one_outlier_document_is_named():
     baseline, candidate = documents(0.0)
     scores = candidate.scores["prose"]
@@ -220,7 +264,9 @@ def test_mean_kl_is_bounded(kl, outcome):
     finding = one(rule, baseline, make.variant("cand", make.divergence(totals, np.full(20, 95))))
     assert finding.outcome == outcome
     assert finding.estimate == pytest.approx(kl / 100)
-    assert "nats/token" in finding.sentence
+    assert finding.sentence.endswith(
+        f"with 95 % confidence each), shown {'to' if outcome == 'accept' else 'not to'} be below 0.05 nats/token"
+    )
     agreement = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence")
     assert (
         one(
@@ -253,6 +299,27 @@ def test_budgets(rule, outcome, says):
     finding = one(rule, make.variant("base"), make.variant("cand"))
     assert finding.outcome == outcome
     assert says in finding.sentence
+
+
+def test_sentences_of_budgets_and_divergence():
+    base = make.variant("base", memory=make.memory(269_030_400))
+    cand = make.variant("cand", memory=make.memory(163_640_001))
+    assert one(Budget("weight_memory_bytes", max_ratio=1.0), base, cand).sentence == (
+        "weight_memory_bytes 269030400 -> 163640001 bytes (0.61x): meets at most 1x"
+    )
+    limit = one(Budget("weight_memory_bytes", max_value=163_640_000), base, cand)
+    assert limit.sentence.endswith("163640001 bytes (0.61x): misses at most 163640000 bytes")
+    hair = make.variant("cand", memory=make.memory(269_030_401 * 6 // 10 + 400_000))
+    assert "(0.601x): misses at most 0.6x" in (
+        one(Budget("weight_memory_bytes", max_ratio=0.6), base, hair).sentence
+    )
+    rule = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence", alpha=0.025)
+    zero = make.variant("base", make.divergence(np.zeros(20), np.full(20, 100)))
+    same = make.variant("cand", make.divergence(np.full(20, 1.0), np.full(20, 95)))
+    assert one(rule, zero, same).sentence == (
+        "distance: top-1 agreement 95.0 % (n=20 documents, between 95.0 and 95.0 with 97.5 % confidence each), "
+        "shown to be above 90 %"
+    )
 
 
 def test_a_cost_that_was_not_measured_never_passes():
