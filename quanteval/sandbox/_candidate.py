@@ -32,11 +32,10 @@ def run(channel: socket.socket, referee: int, folder: str, layers: Collection[st
     os.environ.clear()
     job = _receive(channel)
     limits = job["limits"]
-    paths = [*_isolate.readable_paths(), folder]
     _isolate.limit_resources(limits["cpu_s"], limits["memory_bytes"])
     held = {
         "privileges": _isolate.drop_privileges(),
-        "landlock": "landlock" in layers and _isolate.restrict_files(paths),
+        "landlock": "landlock" in layers and _isolate.restrict_files(folder),
         "seccomp": "seccomp" in layers and _seccomp.restrict_calls(),
     }
     if not held["seccomp"]:

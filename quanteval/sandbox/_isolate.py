@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import glob
 import math
 import os
 import platform
@@ -15,7 +16,6 @@ import resource
 import struct
 import sys
 import sysconfig
-from collections.abc import Sequence
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -100,13 +100,51 @@ def readable_paths() -> tuple[str, ...]:
     return tuple(path for path in sorted(folders) if os.path.exists(path))  # noqa: PTH110
 
 
+@functools.cache
+def package_folders() -> tuple[str, ...]:
+    """Return the folders of installed packages below those: they bring suites and their tests along."""
+    patterns = [
+        os.path.join(path, level, name)  # noqa: PTH118
+        for path in readable_paths()
+        for level in ("", "python*")
+        for name in ("site-packages", "dist-packages")
+    ]
+    found = {path for pattern in patterns for path in glob.glob(pattern)}  # noqa: PTH207
+    return tuple(sorted(path for path in found if not os.path.islink(path)))  # noqa: PTH114
+
+
+@functools.cache
+def reading_rules() -> dict[str, int]:
+    """Return Landlock rights by path: what is readable without what packages hold.
+
+    A right holds for all that a folder contains, so a folder with packages gives way to its entries.
+    """
+    hidden = {os.path.realpath(path) for path in package_folders()}
+    rules: dict[str, int] = {}
+    left = [os.path.realpath(path) for path in readable_paths()]
+    while left:
+        path = left.pop()
+        if path in hidden:
+            continue
+        if any(one.startswith(path + "/") for one in hidden):
+            rules[path] = _READ_DIR
+            # A link is no way out of the folder.
+            left += [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
+        else:
+            rules[path] = _READ_FILE | _READ_DIR
+    return rules
+
+
 def _shared_libraries() -> list[str]:
     folder = os.path.join(sys.base_prefix, "lib")  # noqa: PTH118
     return [n for n in os.listdir(folder) if ".so" in n] if os.path.isdir(folder) else []  # noqa: PTH112, PTH208
 
 
-def restrict_files(read_only: Sequence[str]) -> bool:
-    """Allow reading under the given paths and no other use of any file. False without Landlock."""
+def restrict_files(folder: str) -> bool:
+    """Allow reading in `folder` and by `reading_rules`, and no other use of any file.
+
+    False without Landlock.
+    """
     if sys.platform != "linux":
         return False
     abi = LIBC.syscall(_CREATE_RULESET, None, 0, 1)
@@ -122,19 +160,19 @@ def restrict_files(read_only: Sequence[str]) -> bool:
     if ruleset < 0:
         return False
     try:
-        for path in read_only:
-            _allow_reading(ruleset, path)
+        for path, wanted in {**reading_rules(), folder: _READ_DIR}.items():
+            _allow(ruleset, path, wanted)
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         return bool(LIBC.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
     finally:
         os.close(ruleset)
 
 
-def _allow_reading(ruleset: int, path: str) -> None:
+def _allow(ruleset: int, path: str, wanted: int) -> None:
     try:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return
-    allowed = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)  # noqa: PTH112
+    allowed = wanted if os.path.isdir(path) else wanted & _READ_FILE  # noqa: PTH112
     LIBC.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, handle), 0)
     os.close(handle)

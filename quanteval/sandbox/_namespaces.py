@@ -49,8 +49,10 @@ def leave_network() -> bool:
     return True
 
 
-def leave_file_system(readable: Sequence[str]) -> bool:
+def leave_file_system(readable: Sequence[str], hidden: Sequence[str]) -> bool:
     """Swap the root for an empty one where `readable` is seen, read-only, and /tmp is empty.
+
+    The folders of `hidden` seem empty.
 
     To be called after `leave_network`.
     """
@@ -59,6 +61,8 @@ def leave_file_system(readable: Sequence[str]) -> bool:
         _mount("tmpfs", _MOUNT_POINT, "tmpfs", _NOSUID | _NODEV, b"size=1m,mode=755")
         for path in readable:
             _show(path, _MOUNT_POINT + path)
+        for path in hidden:
+            _mount("none", _MOUNT_POINT + path, "tmpfs", _NOSUID | _NODEV | _READ_ONLY)
         os.mkdir(_MOUNT_POINT + "/tmp", 0o700)  # noqa: PTH102
         os.chdir(_MOUNT_POINT)
         # With both names the same, the old root lies on top of the new one and is taken off.

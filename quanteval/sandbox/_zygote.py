@@ -26,6 +26,8 @@ WARM = (
     "textwrap", "time", "typing", "unicodedata", "uuid", "warnings",
 )  # fmt: skip
 PARENT_CHECK_MS = 1000
+# The result when the kernel's timer ended the referee (Referee._watch_from_outside).
+STUCK = b'{"status": "timeout", "detail": "the tests do not end on an answer", "held": []}'
 
 
 def main() -> None:
@@ -37,7 +39,9 @@ def main() -> None:
         __import__(name)
     from quanteval.sandbox import _isolate, _namespaces, _referee
 
-    readable = _isolate.readable_paths()
+    # Found now: from within the candidate's file system they could not be.
+    _isolate.reading_rules()
+    readable, hidden = _isolate.readable_paths(), _isolate.package_folders()
     sys.path.remove(root)
     sys.modules["candidate"] = type(sys)("candidate")
     out = os.dup(1)
@@ -46,13 +50,13 @@ def main() -> None:
     held = set()
     if "namespaces" in layers and _namespaces.leave_network():
         held.add("network")
-        if _namespaces.leave_file_system(readable):
+        if _namespaces.leave_file_system(readable, hidden):
             held.add("files")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     base = tempfile.mkdtemp(prefix="quanteval-")
     me = os.getpid()
     try:
-        while _one_job(parent, lambda: _referee.serve(me, out, base, layers, held)):
+        while _one_job(parent, out, lambda: _referee.serve(me, out, base, layers, held)):
             _sweep()
             # The end of the result's line, once nothing of the candidate is left.
             os.write(out, b"\n")
@@ -61,11 +65,13 @@ def main() -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _one_job(parent: int, serve: Callable[[], int]) -> bool:
+def _one_job(parent: int, out: int, serve: Callable[[], int]) -> bool:
     """Fork a referee, which serves, once there is input. False when this process is to end."""
     if not _wait_for(0, select.POLLIN, parent):
         return False
     ended, keep = os.pipe()
+    # A request to end must not come between the fork and the place that ends the referee, too.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     referee = os.fork()
     if referee == 0:
         status = 1
@@ -75,6 +81,7 @@ def _one_job(parent: int, serve: Callable[[], int]) -> bool:
             os._exit(status)
     os.close(keep)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         if not _wait_for(ended, 0, parent):
             return False
         _, status = os.waitpid(referee, 0)
@@ -84,6 +91,9 @@ def _one_job(parent: int, serve: Callable[[], int]) -> bool:
         if referee:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(referee, signal.SIGKILL)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        os.write(out, STUCK)
+        return True
     return status == 0
 
 

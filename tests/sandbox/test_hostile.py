@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import site
 import socket
 from pathlib import Path
 
 import pytest
 
-from quanteval.sandbox import LAYERS, Limits, Sandbox
+from quanteval.sandbox import LAYERS, Limits, Sandbox, _isolate
 from tests.sandbox.conftest import descendants, layer_sets, problem, samples
 
 TRICKS = samples("tricks")
@@ -27,7 +28,7 @@ def opened(request, temporary_folder):
 
 @pytest.fixture(scope="module")
 def full(temporary_folder):
-    with Sandbox(LIMITS) as sandbox:
+    with Sandbox(Limits(cpu_s=0.5, wall_s=1.5, memory_bytes=1 << 28)) as sandbox:
         yield sandbox
 
 
@@ -51,6 +52,16 @@ def test_no_limit_is_outlived(full, name):
     assert name.rpartition(" -> ")[2] in (outcome.status, "any"), outcome
 
 
+def test_an_answer_that_the_tests_never_get_done_with_is_a_timeout():
+    code = "def f(x):\n    return range(10**18)"
+    with Sandbox(Limits(cpu_s=0.2, wall_s=0.2)) as sandbox:
+        # One operation without end, in which Python handles no signal.
+        outcome = sandbox.check(problem(code, "assert sum(candidate(2)) == 4"))
+        assert outcome.status == "timeout"
+        assert "do not end" in outcome.detail
+        assert sandbox.check(problem("def f(x):\n    return 4")).status == "passed"
+
+
 # Each of these has to be refused: f returns what it got, and 4 is what it must not return.
 FORBIDDEN = samples("forbidden")
 
@@ -62,17 +73,23 @@ def test_what_is_forbidden_fails(opened, name, tmp_path, monkeypatch):
     file.write_text("contents")
     unix = socket.socket(socket.AF_UNIX)
     abstract = socket.socket(socket.AF_UNIX)
+    datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    abstract_datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
         unix,
         abstract,
+        datagram,
+        abstract_datagram,
     ):
         udp.bind(("127.0.0.1", 0))
         unix.bind(str(tmp_path / "socket"))
         unix.listen()
         abstract.bind(f"\0quanteval-test-{os.getpid()}")
         abstract.listen()
+        datagram.bind(str(tmp_path / "datagram"))
+        abstract_datagram.bind(f"\0quanteval-test-datagram-{os.getpid()}")
         before = sorted(path.name for path in tmp_path.iterdir())
         values = {
             "file": str(file),
@@ -82,15 +99,30 @@ def test_what_is_forbidden_fails(opened, name, tmp_path, monkeypatch):
             "udp": udp.getsockname()[1],
             "unix": str(tmp_path / "socket"),
             "abstract": f"quanteval-test-{os.getpid()}",
+            "datagram": str(tmp_path / "datagram"),
+            "abstract_datagram": f"quanteval-test-datagram-{os.getpid()}",
             "pid": os.getpid(),
+            "packages": [*_isolate.package_folders(), *site.getsitepackages()],
         }
         judge(opened, FORBIDDEN[name].format(**values))
-        udp.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            udp.recv(10)
+        for receiver in (udp, datagram, abstract_datagram):
+            receiver.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                receiver.recv(10)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert file.read_text() == "contents"
     assert file.stat().st_mode & 0o777 != 0o777
+
+
+# Refused by seccomp alone; without it, namespaces and Landlock hold in what these would start.
+REFUSED = samples("refused")
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ("landlock", "seccomp")], ids="+".join)
+def test_no_process_and_no_way_around_the_filter_is_to_be_had(layers):
+    with Sandbox(LIMITS, layers=layers) as sandbox:
+        for name, code in REFUSED.items():
+            assert judge(sandbox, code).status == "wrong", name
 
 
 BOMB = "import os\ndef f(x):\n    while True:\n        os.fork()"
@@ -132,8 +164,12 @@ def test_the_weakest_level_lets_through_what_the_others_stop(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as tcp:
         values = {"file": str(file), "folder": str(tmp_path), "tcp": tcp.getsockname()[1]}
         with Sandbox(LIMITS, layers=(), allow_weak=True) as sandbox:
-            for name in ("read", "list a folder", "make a folder", "rename", "TCP"):
-                outcome = sandbox.check(problem(FORBIDDEN[name].format(**values)))
+            values["packages"] = site.getsitepackages()
+            names = ("read", "files of packages", "list a folder", "make a folder", "rename", "TCP")
+            programs = {name: FORBIDDEN[name].format(**values) for name in names}
+            programs |= {name: REFUSED[name] for name in ("fork", "clone")}
+            for name, code in programs.items():
+                outcome = sandbox.check(problem(code))
                 assert outcome.status == "passed", (name, outcome)
 
 

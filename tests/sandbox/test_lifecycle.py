@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -84,6 +85,20 @@ def test_closing_the_iterator_runs_no_further_problem():
         assert next(outcomes)[1].status == "passed"
         outcomes.close()
     assert zygotes() == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001, 0.002, 0.005])
+def test_a_sandbox_ends_when_asked_to_while_it_begins_a_check(delay_s, monkeypatch):
+    # Without this patience it would be killed, and leave its folder.
+    monkeypatch.setattr("quanteval.sandbox.runner.END_GRACE_S", 120.0)
+    for _ in range(5):
+        with Sandbox(Limits(wall_s=600)) as sandbox:
+            outcomes = sandbox.check_all([GOOD, SLEEP])
+            assert next(outcomes)[1].status == "passed"
+            time.sleep(delay_s)
+            outcomes.close()
+        assert zygotes() == []
+        assert list(Path(tempfile.gettempdir()).glob("quanteval-*/")) == []
 
 
 def test_a_check_in_another_thread_ends_when_the_sandbox_does():

@@ -132,6 +132,23 @@ def test_tests_may_expect_an_exception_of_a_builtin_class(sandbox):
     assert sandbox.check(problem("def f(x):\n    return x", test)).status == "wrong"
 
 
+@pytest.mark.parametrize("catch", ["except Exception:", "except BaseException:", "except:"])
+def test_tests_that_catch_everything_do_not_hide_how_a_candidate_ended(catch):
+    ends = {
+        "while True: pass": "timeout",
+        "import os; os._exit(0)": "crashed",
+        "raise SystemExit": "crashed",
+        "bytearray(10**10)": "memory",
+        "return object()": "wrong",
+    }
+    test = f"try:\n    candidate(2)\n{catch}\n    pass"
+    with Sandbox(Limits(cpu_s=0.2)) as sandbox:
+        for line, status in ends.items():
+            assert sandbox.check(problem(f"def f(x):\n    {line}", test)).status == status, line
+        # An exception is the candidate's answer, and tests may take it for what it is.
+        assert sandbox.check(problem("def f(x):\n    raise ValueError", test)).status == "passed"
+
+
 def test_tests_may_use_the_prompts_helpers_and_the_functions_own_name(sandbox):
     context = "def twice(x):\n    return 2 * x\n\n\ndef f(x):\n    '''Square it.'''\n"
     test = "assert candidate(twice(1)) == f(2) == twice(twice(1)) == 4"
