@@ -246,6 +246,10 @@ def _components(
         if protocol is not None and not isinstance(made.object, protocol):
             attempt(_raiser(f'{group}.{name}: "{node["_target_"]}" is not a {group}'))
             continue
+        if group == "task" and made.object.name != name:
+            # Scores are filed under the task's own name, and looked for under this one.
+            attempt(_raiser(f'task.{name}: name "{made.object.name}" must be "{name}"'))
+            continue
         out[name] = made
     if not nodes:
         attempt(_raiser(f"{group}: none is chosen; write {group}=[name,...]"))

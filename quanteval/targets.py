@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -69,18 +69,47 @@ def build(
     cls = locate(node["_target_"], prefixes)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f'{label}: target "{node["_target_"]}" is not a dataclass')
+    _refuse_unknown_keys(cls, node, label)
+    fields = {
+        key: _build_nested(value, f"{label}.{key}", prefixes)
+        for key, value in node.items()
+        if key != "_target_"
+    }
+    try:
+        return TypeAdapter(cls).validate_python(fields)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, label)) from None
+
+
+def _refuse_unknown_keys(cls: type, node: Mapping[str, Any], label: str) -> None:
+    """Raise ConfigError for a key that is no field, also of the dataclasses that fields hold."""
     known = {f.name for f in dataclasses.fields(cls) if f.init}
-    fields: dict[str, Any] = {}
+    hints = get_type_hints(cls)
     for key, value in node.items():
         if key == "_target_":
             continue
         if key not in known:
             raise ConfigError(f'{label}: unknown key "{key}"; {near(str(key), known)}')
-        fields[key] = _build_nested(value, f"{label}.{key}", prefixes)
-    try:
-        return TypeAdapter(cls).validate_python(fields)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error, label)) from None
+        for part, place in _parts(value, f"{label}.{key}"):
+            for inner in _dataclasses_of(hints[key]):
+                _refuse_unknown_keys(inner, part, place)
+
+
+def _parts(value: Any, label: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the nodes without a target of their own in a field's value: itself, or those of a list."""
+    if isinstance(value, Mapping) and "_target_" not in value:
+        yield value, label
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _parts(item, f"{label}[{i}]")
+
+
+def _dataclasses_of(hint: Any) -> list[type]:
+    """Return the one dataclass that a field's type names, alone or in a list or tuple, if any."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return [hint]
+    found = [inner for argument in get_args(hint) for inner in _dataclasses_of(argument)]
+    return found if len(found) == 1 else []
 
 
 def _build_nested(value: Any, where: str, prefixes: Sequence[str]) -> Any:

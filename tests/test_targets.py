@@ -99,3 +99,23 @@ def test_a_prefix_can_be_allowed():
 def test_near_lists_what_is_known_when_nothing_is_close():
     assert near("zzz", ["b", "a"]) == "known: a, b"
     assert near("zzz", []) == "none is known"
+
+
+@pytest.mark.parametrize("part", ["source", "prompt", "sandbox"])
+def test_a_key_that_nothing_reads_is_refused_inside_a_part_too(part):
+    node = {
+        "_target_": "quanteval.tasks.code.CodeTask", "name": "t", "version": "1",
+        "source": {"jsonl": "rows.jsonl"}, "prompt": {"form": "raw"}, "sandbox": {"cpu_s": 3},
+    }  # fmt: skip
+    assert build(node).prompt.form == "raw"
+    node[part] = {**node[part], "misspelt": 1}
+    with pytest.raises(ConfigError, match=rf'node\.{part}: unknown key "misspelt"'):
+        build(node)
+
+
+def test_a_key_that_nothing_reads_is_refused_in_a_list_too():
+    buckets = [{"low": 1, "high": 2}, {"low": 3, "high": 4, "wait": 1.0}]
+    with pytest.raises(
+        ConfigError, match=r'buckets\[1\]: unknown key "wait"; did you mean "weight"'
+    ):
+        build({"_target_": "quanteval.bench.plan.LoadBench", "buckets": buckets})

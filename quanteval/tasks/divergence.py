@@ -32,6 +32,7 @@ from quanteval.tasks.loading import (
     data_digest,
     load_rows,
     make_samples,
+    require_text,
 )
 
 BLOCK = 128
@@ -66,8 +67,10 @@ class DivergenceTask:
             raise ValueError(f'max_tokens "{self.max_tokens}" must be at least 2')
 
     def samples(self) -> list[Sample]:
-        """Load the documents; ConfigError when there are none."""
-        return make_samples(load_rows(self.source, self.folder), self.id_field, self.limit)
+        """Load the documents; ConfigError when there are none, or one has no text."""
+        samples = make_samples(load_rows(self.source, self.folder), self.id_field, self.limit)
+        require_text(samples, self.text_field)
+        return samples
 
     def fingerprint(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """What the scores depend on besides the models."""
@@ -75,6 +78,7 @@ class DivergenceTask:
             "kind": self.kind,
             "version": self.version,
             "data": data_digest(samples),
+            "text_field": self.text_field,
             "max_tokens": self.max_tokens,
             "stored": "final hidden states and output head",
         }
@@ -212,6 +216,7 @@ class _Store:
         return tensors["hidden"]
 
     def _write(self, name: str, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +225,7 @@ class _Store:
             contiguous = {key: value.contiguous() for key, value in tensors.items()}
             save_file(contiguous, temporary, metadata)
             temporary.replace(self.folder / f"{name}.safetensors")
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise RecordError(f'cannot write "{self.folder / name}": {error}') from None
 

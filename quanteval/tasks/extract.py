@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +18,7 @@ FENCE = re.compile(
     r"^[ \t]*(```+|~~~+)[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*\1[ \t]*$|\Z)", re.M | re.S
 )
 CODE_START = re.compile(r"^(import |from |def |async def |class |@|#|[A-Za-z_]\w*\s*[:=])")
+BODY_START = re.compile(r"(?:[ \t]*\n)*[ \t]+\S")
 MAX_LINES = 600
 
 
@@ -32,23 +35,26 @@ def extract_chat(answer: str, prompt: str, entry_point: str) -> Extraction:
 
     Tried in this order: each fenced block, all fenced blocks together, the whole text; then the
     same pieces as a body that continues the prompt. The longest piece that parses and defines the
-    function counts, within the first of these that has one.
+    function counts, within the first of these that has one. Pieces may be indented as a whole.
     """
     if not answer.strip():
         return Extraction("empty")
+    answer = answer.replace("\r\n", "\n")
     blocks = [match.group(3) for match in FENCE.finditer(answer)]
     pieces = [*blocks, "\n".join(blocks), answer]
-    found = [code for piece in pieces[:-1] if (code := longest_valid(piece, entry_point))]
-    if not found and (code := longest_valid(answer, entry_point)):
+    whole = [textwrap.dedent(piece) for piece in pieces]
+    found = [code for piece in whole[:-1] if (code := longest_valid(piece, entry_point))]
+    if not found and (code := longest_valid(whole[-1], entry_point)):
         found = [code]
     if not found:
-        bodies = [
-            prompt.rstrip("\n") + "\n" + piece for piece in pieces if piece.startswith((" ", "\t"))
-        ]
-        found = [code for body in bodies if (code := longest_valid(body, entry_point))]
+        bodies = [piece for piece in pieces if BODY_START.match(piece)]
+        continued = [prompt.rstrip("\n") + "\n" + body for body in bodies]
+        found = [code for text in continued if (code := longest_valid(text, entry_point))]
     if not found:
         return Extraction("unparsable")
-    return Extraction("ok", preamble(prompt, entry_point) + max(found, key=len))
+    program = _parse(preamble(prompt, entry_point) + max(found, key=len))
+    code = _program(program.body if program else [])
+    return Extraction("ok", code) if code else Extraction("unparsable")
 
 
 def extract_raw(completion: str, prompt: str, entry_point: str) -> Extraction:
@@ -65,7 +71,7 @@ def preamble(prompt: str, entry_point: str) -> str:
     if tree is None:
         return ""
     kept = [node for node in tree.body if _is_definition(node) and not _defines(node, entry_point)]
-    return "".join(ast.unparse(node) + "\n" for node in kept)
+    return _program(kept)
 
 
 def longest_valid(text: str, entry_point: str) -> str:
@@ -73,29 +79,62 @@ def longest_valid(text: str, entry_point: str) -> str:
     lines = text.replace("\r\n", "\n").split("\n")[:MAX_LINES]
     if not any(entry_point in line for line in lines):
         return ""
-    starts = [i for i, line in enumerate(lines) if i == 0 or CODE_START.match(line)]
     best: tuple[int, ast.Module] | None = None
-    for start in starts:
-        for end in range(len(lines), start, -1):
-            if best is not None and end - start <= best[0]:
-                break
-            tree = _parse("\n".join(lines[start:end]))
-            if tree is not None and any(_defines(node, entry_point) for node in tree.body):
-                best = (end - start, tree)
-                break
+    for start, line in enumerate(lines):
+        if start and not CODE_START.match(line):
+            continue
+        if best is not None and len(lines) - start <= best[0]:
+            break
+        length, tree = _longest_prefix(lines[start:])
+        longer = best is None or length > best[0]
+        if tree and longer and any(_defines(node, entry_point) for node in tree.body):
+            best = (length, tree)
     if best is None:
         return ""
-    kept = [node for node in best[1].body if _is_definition(node)]
-    return "".join(ast.unparse(node) + "\n" for node in kept)
+    return _program(node for node in best[1].body if _is_definition(node))
+
+
+def _longest_prefix(lines: list[str]) -> tuple[int, ast.Module | None]:
+    """Return how many lines from the first parse together, and their tree.
+
+    No shorter text that still holds the line of the first error parses, so the next to try ends before
+    it: a few attempts instead of one for every line, which a long useless answer would make minutes.
+    """
+    end = len(lines)
+    while end > 0:
+        try:
+            return end, _parse_or_raise("\n".join(lines[:end]))
+        except SyntaxError as error:
+            end = min(end, error.lineno or end) - 1
+        except (ValueError, RecursionError, MemoryError):
+            end -= 1
+    return 0, None
 
 
 def _parse(text: str) -> ast.Module | None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(text)
+        return _parse_or_raise(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _parse_or_raise(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def _program(nodes: Iterable[ast.stmt]) -> str:
+    """Return the source of statements, __future__ imports first; '' when they are nested too deeply."""
+    ordered = sorted(nodes, key=lambda node: not _is_future(node))
+    try:
+        return "".join(ast.unparse(node) + "\n" for node in ordered)
+    except RecursionError:
+        return ""
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def _defines(node: ast.stmt, name: str) -> bool:
@@ -109,4 +148,7 @@ def _defines(node: ast.stmt, name: str) -> bool:
 def _is_definition(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr | ast.Assert):
         return False
-    return not (isinstance(node, ast.If) and "__name__" in ast.dump(node.test))
+    if isinstance(node, ast.If):
+        names = (n.id for n in ast.walk(node.test) if isinstance(n, ast.Name))
+        return "__name__" not in names
+    return True

@@ -24,6 +24,7 @@ from quanteval.tasks.loading import (
     data_digest,
     load_rows,
     make_samples,
+    require_text,
 )
 
 
@@ -86,8 +87,10 @@ class PerplexityTask:
             )
 
     def samples(self) -> list[Sample]:
-        """Load the documents; ConfigError when there are none."""
-        return make_samples(load_rows(self.source, self.folder), self.id_field, self.limit)
+        """Load the documents; ConfigError when there are none, or one has no text."""
+        samples = make_samples(load_rows(self.source, self.folder), self.id_field, self.limit)
+        require_text(samples, self.text_field)
+        return samples
 
     def fingerprint(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """What the scores depend on besides the model."""
@@ -95,6 +98,7 @@ class PerplexityTask:
             "kind": self.kind,
             "version": self.version,
             "data": data_digest(samples),
+            "text_field": self.text_field,
             "window": self.window,
             "stride": self.stride,
             "bos": self.bos,

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+import ast
 
-from quanteval.tasks.extract import extract_chat, extract_raw, longest_valid, preamble
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quanteval.tasks.extract import (
+    CODE_START,
+    _defines,
+    _is_definition,
+    extract_chat,
+    extract_raw,
+    longest_valid,
+    preamble,
+)
 
 PROMPT = 'import math\nSCALE = 2\n\ndef helper(x):\n    return x\n\ndef f(a, b):\n    """Add."""\n'
 FUNCTION = "def f(a, b):\n    return a + b\n"
@@ -97,3 +109,80 @@ def test_unicode_and_the_longest_piece():
     assert "return ü + b" in code
     two = "def f(a, b):\n    return 0\n\n???\n\ndef f(a, b):\n    c = a\n    return c + b\n"
     assert "c + b" in longest_valid(two, "f")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "1. Here it is:\n\n   ```python\n   def f(a, b):\n       return a + b\n   ```\n",
+        "    def f(a, b):\n        return a + b\n",
+        "```python\n\n    c = a\n    return c + b\n```",
+        "```python\nfrom __future__ import annotations\ndef f(a: Any, b: Any):\n    return a + b\n```",
+        "```python\r\ndef f(a, b):\r\n    return a + b\r\n```\r\nThen:\r\n```\r\nprint(f(1, 2)\r\n```\r\n",
+    ],
+    ids=["fence in a list", "indented", "body after a blank line", "future import", "CRLF"],
+)
+def test_the_dress_of_a_right_answer_does_not_matter(answer):
+    found = extract_chat(answer, PROMPT, "f")
+    assert found.status == "ok"
+    assert run(found, 2, 3) == 5
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [" + ".join(["a"] * 1500), "a" + ".x()" * 1500, "[" * 1500 + "]" * 1500],
+    ids=["sum", "calls", "lists"],
+)
+@pytest.mark.parametrize("place", ["    return {}", "    pass\nif {}:\n    pass"])
+def test_an_endless_expression_is_an_answer_without_a_program(expression, place):
+    answer = "def f(a, b):\n" + place.format(expression)
+    assert extract_chat(f"```python\n{answer}\n```", PROMPT, "f").status in ("ok", "unparsable")
+    assert extract_chat(f"```python\n{answer}", PROMPT, "f").status in ("ok", "unparsable")
+    raw = extract_raw("\n" + place.format(expression), PROMPT.rstrip(), "f")
+    assert raw.status in ("ok", "unparsable")
+
+
+@pytest.mark.parametrize("line", ["x = 1", "def g(f):\n    return f\n", "f(", "f: (", "'''f"])
+def test_a_long_useless_answer_takes_few_attempts(line, monkeypatch):
+    text = "# f\n" + f"{line}\n" * 200
+    attempts = 0
+    parse = ast.parse
+
+    def counted(source):
+        nonlocal attempts
+        attempts += 1
+        return parse(source)
+
+    monkeypatch.setattr(ast, "parse", counted)
+    assert longest_valid(text, "f") in ("", "f: (\n")
+    assert 0 < attempts <= 3 * len(text.splitlines())
+
+
+JUNK = [
+    "(", "'''", "x = [", "else:", "    return (", "Sure:", ")", "x = 1 \\", "try:", "def g(", "class A:",
+    "@deco", "  odd", "\tx", "if True:", "print(1); y = 2", "é = 1", "x = 'abc", "match a:", "    case 1:",
+    "", "    return a", "def f(a):", "f = lambda a: (", "f: int", "    pass", "async def f(a): pass",
+]  # fmt: skip
+
+
+def exhaustively(text):
+    """Return the longest run of lines, of the first such ones, that parses and defines f."""
+    lines = text.split("\n")
+    best = ""
+    for start in range(len(lines)):
+        if start and not CODE_START.match(lines[start]):
+            continue
+        for end in range(len(lines), start, -1):
+            try:
+                body = ast.parse("\n".join(lines[start:end])).body
+            except (SyntaxError, ValueError):
+                continue
+            if any(_defines(node, "f") for node in body) and end - start > best.count("\n"):
+                best = "\n".join(lines[start:end]) + "\n"
+    return "".join(ast.unparse(n) + "\n" for n in ast.parse(best).body if _is_definition(n))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(JUNK), max_size=14))
+def test_the_longest_run_is_found_as_by_trying_all(lines):
+    assert longest_valid("\n".join(lines), "f") == exhaustively("\n".join(lines))

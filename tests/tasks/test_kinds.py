@@ -362,7 +362,7 @@ def test_rows_of_a_local_file(tmp_path):
     with pytest.raises(ConfigError, match='row 0 has no "key"'):
         make_samples(rows, "key", None)
     (tmp_path / "bad.jsonl").write_text("{not json\n")
-    with pytest.raises(QuantevalError, match="cannot load") as caught:
+    with pytest.raises(ConfigError, match="line 1 is not JSON") as caught:
         load_rows(Source(jsonl="bad.jsonl"), str(tmp_path))
     assert "\n" not in str(caught.value)
 
