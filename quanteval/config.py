@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from quanteval.errors import ConfigError, QuantevalError
-from quanteval.gate import load_policy
 from quanteval.interfaces import Scheme
+from quanteval.policy import load_policy
 from quanteval.resources import presets, resource_dir, task_folders
 from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
 from quanteval.targets import DEFAULT_PREFIXES, build, near

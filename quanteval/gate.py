@@ -6,20 +6,17 @@ finding, or a policy under which nothing about quality was accepted, can each on
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import yaml
 
 from quanteval import __version__
 from quanteval.environment import now
-from quanteval.errors import ConfigError
-from quanteval.interfaces import Rule, VariantEvidence
+from quanteval.evidence import Rule, RuleContext, VariantEvidence
+from quanteval.looks import stopped_early
+from quanteval.policy import COMPLETENESS, Policy
 from quanteval.records import VERDICT_EXIT_CODES, Finding, Verdict, VerdictOutcome
-from quanteval.store import canonical_json, fingerprint
-from quanteval.targets import DEFAULT_PREFIXES, build, near
+from quanteval.stats import holm
+from quanteval.store import canonical_json
 
 SEVERITY: tuple[VerdictOutcome, ...] = (
     "error",
@@ -28,92 +25,6 @@ SEVERITY: tuple[VerdictOutcome, ...] = (
     "inconclusive",
     "accept",
 )
-KEYS = ("version", "name", "alpha", "rules", "description")
-VERSION = 1
-COMPLETENESS = "completeness"
-"""The gate's own finding; no rule may take this name."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Named rules and the level they share; `node` is what they were built from."""
-
-    name: str
-    alpha: float
-    rules: Mapping[str, Rule]
-    node: dict[str, Any]
-
-    @property
-    def sha256(self) -> str:
-        """Hash of the policy's content."""
-        return fingerprint(self.node)
-
-
-def load_policy(
-    source: Path | Mapping[str, Any], *, prefixes: Sequence[str] = DEFAULT_PREFIXES
-) -> Policy:
-    """Build a policy from a YAML file or a mapping. ConfigError names unknown keys and wrong values."""
-    if isinstance(source, Path):
-        try:
-            node = yaml.load(source.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-        except FileNotFoundError:
-            raise ConfigError(f'policy "{source}" does not exist') from None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f'policy "{source}" cannot be read: {str(error).splitlines()[0]}'
-            ) from None
-        label = source.stem
-    else:
-        node, label = dict(source), "gate"
-    if not isinstance(node, dict):
-        raise ConfigError(f'policy "{label}" is not a mapping with rules')
-    for key in node:
-        if key not in KEYS:
-            raise ConfigError(f'policy "{label}": unknown key "{key}"; {near(str(key), KEYS)}')
-    if node.get("version", VERSION) != VERSION:
-        raise ConfigError(
-            f'policy "{label}": version "{node["version"]}" is not known; this is version {VERSION}'
-        )
-    alpha = node.get("alpha", 0.05)
-    if not isinstance(alpha, int | float) or not 0 < alpha < 0.5:
-        raise ConfigError(f'policy "{label}": alpha "{alpha}" must be between 0 and 0.5')
-    rules = node.get("rules")
-    if not isinstance(rules, Mapping) or not rules:
-        raise ConfigError(f'policy "{label}" has no rules')
-    built = {name: _rule(name, rule, prefixes) for name, rule in rules.items()}
-    if not any(rule.is_quality and rule.required for rule in built.values()):
-        raise ConfigError(
-            f'policy "{label}" has no required quality rule, so it could accept nothing'
-        )
-    return Policy(str(node.get("name", label)), float(alpha), built, node)
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key given twice: YAML keeps the last, and the first rule would be gone unnoticed."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                line = key_node.start_mark.line + 1
-                raise yaml.YAMLError(f'the key "{key}" is given twice (again in line {line})')
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _rule(name: Any, node: Any, prefixes: Sequence[str]) -> Rule:
-    """Build one named rule. ConfigError when the name is not free or the object is not a rule."""
-    where = f"gate.rules.{name}"
-    if not isinstance(name, str) or not name or name == COMPLETENESS:
-        raise ConfigError(f'{where}: a rule cannot be named "{name}"; choose another name')
-    rule = build(node, where=where, prefixes=prefixes)
-    if not all(hasattr(rule, part) for part in ("check", "required", "is_quality")):
-        raise ConfigError(f'{where}: "{node["_target_"]}" is not a rule')
-    made: Rule = rule
-    return made
 
 
 def decide(
@@ -122,8 +33,9 @@ def decide(
     candidate: VariantEvidence,
     *,
     tasks: Sequence[str] = (),
+    again: VariantEvidence | None = None,
 ) -> Verdict:
-    """Return the verdict on one candidate; `tasks` are those that were to run."""
+    """Return the verdict on one candidate; `tasks` are those that were to run, `again` the repeated baseline."""
     failed = _not_measured(baseline, candidate)
     if failed:
         return _verdict(policy, baseline, candidate, "error", failed, [])
@@ -131,10 +43,12 @@ def decide(
     if differing:
         reason = f"{candidate.name} and {baseline.name} were not measured alike: {differing}"
         return _verdict(policy, baseline, candidate, "not_comparable", reason, [])
-    findings = [_completeness(baseline, candidate, tasks)]
+    findings = [_completeness(baseline, candidate, tasks, policy.max_missing)]
     accepted: list[Finding] = []
-    for name, rule in policy.rules.items():
-        found = rule.check(name, baseline, candidate, policy.alpha) or [_silent(name, rule)]
+    context = RuleContext(policy.alpha, policy.max_missing, again)
+    for name, rule in policy.rules_on(_device(candidate)).items():
+        found = rule.check(name, baseline, candidate, context) or [_silent(name, rule)]
+        found = [_waive(finding, policy, candidate.name) for finding in found]
         findings += found
         if rule.is_quality:
             accepted += [f for f in found if f.required and f.outcome == "accept"]
@@ -145,6 +59,24 @@ def decide(
 def _silent(name: str, rule: Rule) -> Finding:
     sentence = "the rule returned no finding"
     return Finding(rule=name, required=rule.required, outcome="invalid", sentence=sentence)
+
+
+def _device(candidate: VariantEvidence) -> str:
+    return str(candidate.result.comparable.get("device", ""))
+
+
+def _waive(finding: Finding, policy: Policy, candidate: str) -> Finding:
+    """Mark a finding that a waiver covers: rejections and undecided ones only, never what is invalid."""
+    if finding.outcome not in ("reject", "inconclusive"):
+        return finding
+    for waiver in policy.waivers:
+        if (
+            waiver.rule == finding.rule
+            and waiver.task in (None, finding.task)
+            and waiver.candidate in (None, candidate)
+        ):
+            return finding.model_copy(update={"waived": waiver.text})
+    return finding
 
 
 def _not_measured(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
@@ -188,30 +120,39 @@ def _short(value: Any) -> str:
 
 
 def _completeness(
-    baseline: VariantEvidence, candidate: VariantEvidence, tasks: Sequence[str]
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    tasks: Sequence[str],
+    max_missing: float,
 ) -> Finding:
-    """Return whether every task that was to run is there, whole, on both sides."""
-    problems = []
+    """Return whether every task that was to run is there, whole (up to a share), on both sides."""
+    problems, remarks = [], []
     names = sorted({*tasks, *baseline.scores, *candidate.scores})
     for task in names:
         for evidence in (baseline, candidate):
             scores = evidence.scores.get(task)
             if scores is None:
                 problems.append(f"{evidence.name} has no scores for {task}")
-            elif scores.record.status != "complete":
+                continue
+            expected, seen = scores.record.samples_expected, len(scores.sample_ids)
+            allowed = max_missing * expected
+            if expected - seen > allowed or seen > expected:
+                problems.append(f"{evidence.name} has {seen} of {expected} samples of {task}")
+            elif scores.record.status != "complete" and not max_missing:
                 problems.append(f"{evidence.name} did not finish {task}")
-            elif len(scores.sample_ids) != scores.record.samples_expected:
-                expected = scores.record.samples_expected
-                problems.append(
-                    f"{evidence.name} has {len(scores.sample_ids)} of {expected} samples of {task}"
-                )
+            elif seen < expected:
+                remarks.append(f"{evidence.name} lacks {expected - seen} of {expected} of {task}")
+            if stopped_early(scores.record) and scores.record.sequential is not None:
+                planned = scores.record.sequential.samples_planned
+                remarks.append(f"{task} was decided after {expected} of {planned} samples")
     if not names:
         problems.append("no task was run")
     return Finding(
         rule=COMPLETENESS,
         required=True,
         outcome="invalid" if problems else "accept",
-        sentence="; ".join(problems) or f"complete on both sides: {', '.join(names)}",
+        sentence="; ".join(problems)
+        or "; ".join([f"complete on both sides: {', '.join(names)}", *remarks]),
     )
 
 
@@ -222,7 +163,7 @@ def _combine(
 
     `accepted` are the required findings that are evidence of quality; without one nothing is accepted.
     """
-    required = [finding for finding in findings if finding.required]
+    required = [finding for finding in findings if finding.required and not finding.waived]
     order: tuple[tuple[str, VerdictOutcome], ...] = (
         ("invalid", "error"),
         ("reject", "reject"),
@@ -239,7 +180,25 @@ def _combine(
     count = f"{len(accepted)} quality finding{'s' if len(accepted) > 1 else ''} accepted"
     idle = [finding.rule for finding in required if finding.outcome == "skipped"]
     more = f"; required rules with nothing to check: {', '.join(idle)}" if idle else ""
+    waived = [f"{f.rule} ({f.waived})" for f in findings if f.required and f.waived]
+    more += f"; not counted: {'; '.join(waived)}" if waived else ""
     return "accept", f"{count}; closest: {tightest.sentence}{more}"
+
+
+def degraded_tasks(findings: Sequence[Finding], alpha: float) -> list[str]:
+    """Return the tasks shown to have lost anything at all: Holm over the tasks, each by its smallest p-value.
+
+    Naming several tasks is "at least one of", so it is corrected; that all must pass is not.
+    """
+    smallest: dict[str, float] = {}
+    for finding in findings:
+        if finding.p_regression is not None and finding.task:
+            p = min(finding.p_regression, smallest.get(finding.task, 1.0))
+            smallest[finding.task] = min(1.0, max(0.0, p))
+    if not smallest:
+        return []
+    adjusted = holm(list(smallest.values()))
+    return [task for task, p in zip(smallest, adjusted, strict=True) if p <= alpha]
 
 
 def _room(finding: Finding) -> float:
@@ -264,6 +223,7 @@ def _verdict(
         outcome=outcome,
         reason=reason,
         findings=findings,
+        degraded=degraded_tasks(findings, policy.alpha),
         policy_name=policy.name,
         policy_sha256=policy.sha256,
         policy=policy.node,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
@@ -19,14 +19,11 @@ from numpy.typing import NDArray
 from quanteval.records import (
     Artifact,
     Effective,
-    Finding,
     FinishReason,
     MemoryUse,
     Precision,
     RequestTrace,
     Score,
-    TaskRecord,
-    VariantResult,
 )
 
 # --------------------------------------------------------------------------- models and schemes
@@ -379,64 +376,4 @@ class Task(Protocol):
         self, session: Session, samples: Sequence[Sample], context: TaskContext
     ) -> Iterator[Score]:
         """Yield exactly one score a sample, as each is known, in any order."""
-        ...
-
-
-# --------------------------------------------------------------------------- evidence and rules
-
-
-@dataclass(frozen=True)
-class ScoreSet:
-    """The scores of one task of one variant, as columns in journal order.
-
-    `numbers` holds numeric per-sample extras ([n] each); `series` per-token extras (n arrays each).
-    """
-
-    record: TaskRecord
-    sample_ids: tuple[str, ...]
-    prompt_sha256: tuple[str, ...]
-    value: NDArray[np.float64]
-    weight: NDArray[np.float64]
-    status: tuple[str, ...]
-    finish_reason: tuple[str, ...]
-    output_tokens: NDArray[np.int64]
-    outcome: tuple[str, ...] = ()
-    numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    series: Mapping[str, tuple[NDArray[np.float64], ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class VariantEvidence:
-    """Everything stored about one variant, as the gate and the report see it."""
-
-    name: str
-    result: VariantResult
-    artifact: Artifact | None
-    memory: MemoryUse | None
-    traces: Sequence[RequestTrace]
-    scores: Mapping[str, ScoreSet]
-
-
-class Rule(Protocol):
-    """One named rule of a policy; a frozen dataclass, pure.
-
-    A rule may concern several tasks (all of a kind): it returns one finding for each. A rule that
-    finds nothing to check returns a finding with outcome 'skipped'; a rule whose evidence is
-    missing or unusable returns 'invalid'. It never returns an empty list.
-    """
-
-    @property
-    def required(self) -> bool:
-        """Whether this rule can keep a candidate from being accepted."""
-        ...
-
-    @property
-    def is_quality(self) -> bool:
-        """Whether acceptance by this rule is evidence that quality was kept."""
-        ...
-
-    def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
-    ) -> list[Finding]:
-        """Compare; `name` is the rule's key in the policy, `alpha` the policy's default level."""
         ...

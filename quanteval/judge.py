@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quanteval.errors import ConfigError, EvidenceError, RecordError
-from quanteval.gate import Policy, decide, load_policy
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import VariantEvidence
+from quanteval.gate import decide
+from quanteval.policy import Policy, load_policy
 from quanteval.records import Score, Verdict
 from quanteval.report import (
     Table,

@@ -156,6 +156,8 @@ class StageRecord(Part):
     fingerprint: str
     inputs: dict[str, Any]
     """What was hashed into the fingerprint."""
+    started_s: float = 0.0
+    """Unix time at which the stage's measurements began; 0 where that was not recorded."""
     finished_at: str
     elapsed_s: float
     reused_from: str | None = None
@@ -184,6 +186,8 @@ class VariantResult(Record):
 class RequestTrace(Part):
     """One request as the load client saw it; times in seconds since its load point began."""
 
+    round: int = 0
+    """Which of the interleaved rounds; each round is served by a process of its own."""
     load_point: str
     """Name, e.g. 'single_stream' or 'closed_loop_4'."""
     concurrency: int
@@ -215,6 +219,8 @@ class Score(Part):
     sample_id: str
     prompt_sha256: str
     """Hash of the prompt's (or scored sequence's) token ids."""
+    problem_id: str = ""
+    """What samples of one problem share, when a problem has several; empty for a problem of its own."""
     value: float
     """code: 1 passed, 0 not. perplexity: summed negative log-likelihood in nats. divergence: summed KL in nats."""
     weight: float
@@ -233,6 +239,19 @@ class Score(Part):
     elapsed_s: float = 0.0
 
 
+class SequentialLook(Part):
+    """How far a task was evaluated that may stop as soon as it is decided."""
+
+    method: Literal["obrien_fleming", "betting"]
+    fractions: list[float]
+    """Share of the samples evaluated at each planned look; the last is 1."""
+    look: int
+    """Looks taken, the one that decided included."""
+    order_seed: int
+    """Draws the order in which samples are evaluated."""
+    samples_planned: int
+
+
 class TaskRecord(Record):
     """What scores/<task>.jsonl holds: scores/<task>.json, written before the first sample."""
 
@@ -246,6 +265,9 @@ class TaskRecord(Record):
     """Of `inputs` and the served model together: decides whether the journal may be continued."""
     status: Literal["running", "complete"]
     samples_expected: int
+    """Samples the task is complete with: all of the suite, or those up to an early stop."""
+    sequential: SequentialLook | None = None
+    """None for a task that is always evaluated in full."""
     category_of: dict[str, str] = Field(default_factory=dict)
     elapsed_s: float = 0.0
     journal_sha256: str = ""
@@ -280,12 +302,17 @@ class Finding(Record):
     confidence: float | None = None
     margin: float | None = None
     p_value: float | None = None
+    """Of "the loss is at least the margin"."""
+    p_regression: float | None = None
+    """Of "there is no loss"; which tasks degraded is read from these, corrected by Holm."""
     broken: int | None = None
     """Samples the baseline got right and the candidate did not."""
     fixed: int | None = None
     n_needed: int | None = None
     """Samples that would decide at the observed discordance."""
     regression_detected: bool = False
+    waived: str = ""
+    """Why this finding does not count: a waiver's owner, reason and last day; empty when it counts."""
     notes: list[str] = Field(default_factory=list)
 
 
@@ -298,6 +325,8 @@ class Verdict(Record):
     reason: str
     """The deciding sentence."""
     findings: list[Finding]
+    degraded: list[str] = Field(default_factory=list)
+    """Tasks shown to have lost anything at all (Holm over the tasks), whether or not that was tolerable."""
     policy_name: str
     policy_sha256: str
     policy: dict[str, Any]
@@ -334,6 +363,8 @@ class Manifest(Record):
     variants: list[str]
     """In the order asked, the baseline first."""
     tasks: list[str]
+    again: str = ""
+    """The baseline's repetition, whose disagreement with it is the noise floor; empty when there is none."""
     policy_name: str
     policy: dict[str, Any]
     environment: dict[str, Any]

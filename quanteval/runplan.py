@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from quanteval.environment import usable_cores
-from quanteval.gate import Policy
 from quanteval.interfaces import Bench, Engine, Scheme, Task
+from quanteval.policy import Policy
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quanteval.errors import EvidenceError
-from quanteval.interfaces import ScoreSet
+from quanteval.evidence import ScoreSet
 from quanteval.stats import clustered_ratio, wilson_interval
 
 CONFIDENCE = 0.95

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from quanteval.errors import ConfigError, EvidenceError
+from quanteval.evidence import ScoreSet, VariantEvidence
 from quanteval.gate import incomparable
-from quanteval.interfaces import ScoreSet, VariantEvidence
 from quanteval.metrics.quality import Metric, metrics_of
 from quanteval.records import Score
 from quanteval.report.render import cell_text

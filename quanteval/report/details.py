@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import VariantEvidence
 from quanteval.metrics.latency import Distribution, LoadPointSummary, cold_start_s, summarize
 from quanteval.report.text import markdown, megabytes, milliseconds, number
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quanteval.errors import EvidenceError
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import ScoreSet, VariantEvidence
 from quanteval.metrics.latency import Distribution, best_point, point, summarize
 from quanteval.metrics.quality import metrics_of
 from quanteval.records import Finding, Manifest, Verdict

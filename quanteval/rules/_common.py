@@ -10,8 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
+from quanteval.looks import evaluated_ids, level
 from quanteval.records import Finding, Outcome
+
+FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,36 @@ def select_tasks(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Samples that both variants scored, in the baseline's order, and how many were on one side only."""
+    """Samples that both variants scored, in the baseline's order, and those that only one of them did."""
 
     task: str
     sample_ids: tuple[str, ...]
     baseline_rows: NDArray[np.intp]
     candidate_rows: NDArray[np.intp]
-    missing: int
+    problems: NDArray[np.intp]
+    """Which problem each pair belongs to, numbered from 0 in order of appearance."""
+    problem_ids: tuple[str, ...] = ()
+    missing_problems: tuple[str, ...] = ()
+    """The problem of each sample that was not scored on both sides."""
     problem: str | None = None
     """Why these pairs must not be compared, None when they may."""
+
+    @property
+    def missing(self) -> int:
+        """How many samples were not scored on both sides."""
+        return len(self.missing_problems)
+
+    @property
+    def n(self) -> int:
+        """How many problems: the units of every test."""
+        return len(self.problem_ids)
+
+    def means(self, values: FloatArray) -> FloatArray:
+        """Average one value a pair over the pairs of each problem."""
+        if self.n == len(values):
+            return values
+        sums = np.bincount(self.problems, weights=values, minlength=self.n)
+        return np.asarray(sums / np.bincount(self.problems, minlength=self.n), dtype=np.float64)
 
 
 def pair(
@@ -100,40 +124,84 @@ def pair(
         if task not in evidence.scores:
             return _no_pairs(task, f"{evidence.name} has no scores")
         scores = evidence.scores[task]
-        if scores.record.status != "complete":
+        if scores.record.status != "complete" and max_missing == 0:
             return _no_pairs(task, f"{evidence.name} did not finish the task")
         if len(set(scores.sample_ids)) != len(scores.sample_ids):
             return _no_pairs(task, f"{evidence.name} has a sample twice")
-    return _pair_sets(task, baseline.scores[task], candidate.scores[task], max_missing)
+    return pair_sets(task, baseline.scores[task], candidate.scores[task], max_missing)
 
 
 def _no_pairs(task: str, problem: str) -> Pairs:
     empty = np.array([], dtype=np.intp)
-    return Pairs(task, (), empty, empty, 0, problem)
+    return Pairs(task, (), empty, empty, empty, problem=problem)
 
 
-def _pair_sets(task: str, base: ScoreSet, cand: ScoreSet, max_missing: float) -> Pairs:
-    where = {sample_id: row for row, sample_id in enumerate(cand.sample_ids)}
-    common = [(row, where[i]) for row, i in enumerate(base.sample_ids) if i in where]
-    everything = len(base.sample_ids) + len(cand.sample_ids) - len(common)
-    expected = max(everything, base.record.samples_expected, cand.record.samples_expected)
-    missing = expected - len(common)
-    rows = np.array(common, dtype=np.intp).reshape(-1, 2)
-    ids = tuple(base.sample_ids[row] for row in rows[:, 0])
+def pair_sets(task: str, base: ScoreSet, cand: ScoreSet, max_missing: float) -> Pairs:
+    """Pair two score sets of a task by sample id; `problem` says why they must not be compared.
+
+    A candidate that stopped early is compared on the samples it was to evaluate, which the order drawn
+    beforehand decides and not the journal: leaving out a sample is found out.
+    """
+    wanted = base.sample_ids
+    if cand.record.sequential is not None:
+        chosen = set(evaluated_ids(cand.record, base.sample_ids))
+        wanted = tuple(i for i in base.sample_ids if i in chosen)
+    if wanted == cand.sample_ids == base.sample_ids:
+        rows = np.arange(len(wanted), dtype=np.intp)
+        base_rows = cand_rows = rows
+        ids, missing = wanted, []
+    else:
+        where = {sample_id: row for row, sample_id in enumerate(cand.sample_ids)}
+        at = {sample_id: row for row, sample_id in enumerate(base.sample_ids)}
+        ids = tuple(i for i in wanted if i in where)
+        base_rows = np.array([at[i] for i in ids], dtype=np.intp)
+        cand_rows = np.array([where[i] for i in ids], dtype=np.intp)
+        lost = [problem_of(base, at[i]) for i in wanted if i not in where]
+        lost += [problem_of(cand, row) for i, row in where.items() if i not in at]
+        missing = lost
+    unknown = max(
+        0 if cand.record.sequential else base.record.samples_expected, cand.record.samples_expected
+    ) - (len(ids) + len(missing))
+    missing += [f"never scored {k}" for k in range(unknown)]
+    expected = len(ids) + len(missing)
     problem = None
-    if not common:
+    if not ids:
         problem = "no sample was scored on both sides"
-    elif missing > max_missing * expected:
+    elif len(missing) > max_missing * expected:
         problem = (
-            f"{missing} of {expected} samples were not scored on both sides, more than the "
+            f"{len(missing)} of {expected} samples were not scored on both sides, more than the "
             f"{max_missing:.1%} that may be missing"
         )
-    else:
-        for row_b, row_c in common:
-            if base.prompt_sha256[row_b] != cand.prompt_sha256[row_c]:
-                problem = f'sample "{base.sample_ids[row_b]}" had different prompt ids'
-                break
-    return Pairs(task, ids, rows[:, 0], rows[:, 1], missing, problem)
+    elif differing := _first_differing_prompt(base, cand, base_rows, cand_rows):
+        problem = f'sample "{differing}" had different prompt ids'
+    problems, problem_ids = _problems(base, base_rows, ids)
+    return Pairs(task, ids, base_rows, cand_rows, problems, problem_ids, tuple(missing), problem)
+
+
+def problem_of(scores: ScoreSet, row: int) -> str:
+    """Return the problem that a sample belongs to."""
+    return (scores.problem_ids[row] if scores.problem_ids else "") or scores.sample_ids[row]
+
+
+def _problems(
+    base: ScoreSet, rows: NDArray[np.intp], ids: tuple[str, ...]
+) -> tuple[NDArray[np.intp], tuple[str, ...]]:
+    if not base.problem_ids:
+        return np.arange(len(ids), dtype=np.intp), ids
+    numbers: dict[str, int] = {}
+    index = [numbers.setdefault(problem_of(base, int(row)), len(numbers)) for row in rows]
+    return np.array(index, dtype=np.intp), tuple(numbers)
+
+
+def _first_differing_prompt(
+    base: ScoreSet, cand: ScoreSet, base_rows: NDArray[np.intp], cand_rows: NDArray[np.intp]
+) -> str | None:
+    if base.prompt_sha256 == cand.prompt_sha256 and np.array_equal(base_rows, cand_rows):
+        return None
+    for row_b, row_c in zip(base_rows, cand_rows, strict=True):
+        if base.prompt_sha256[row_b] != cand.prompt_sha256[row_c]:
+            return str(base.sample_ids[int(row_b)])
+    return None
 
 
 def invalid(name: str, *, required: bool, task: str, problem: str) -> Finding:
@@ -183,20 +251,45 @@ class PairedRule(Protocol):
     def kind(self) -> str | None: ...
     @property
     def alpha(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One task of a baseline and a candidate, their samples paired, and the level at which to decide."""
+
+    rule: str
+    task: str
+    base: ScoreSet
+    cand: ScoreSet
+    pairs: Pairs
+    alpha: float
+    context: RuleContext
+
     @property
-    def max_missing(self) -> float: ...
+    def noise(self) -> tuple[ScoreSet, Pairs] | None:
+        """The baseline's repetition of this task, paired with the baseline; None when there is none to use."""
+        if self.context.again is None or self.task not in self.context.again.scores:
+            return None
+        again = self.context.again.scores[self.task]
+        if (
+            again.record.status != "complete"
+            or again.record.fingerprint != self.base.record.fingerprint
+        ):
+            return None
+        found = pair_sets(self.task, self.base, again, 0.0)
+        return None if found.problem else (again, found)
 
 
-CheckPairs = Callable[[str, Pairs, VariantEvidence, VariantEvidence, float], Finding]
+CheckTask = Callable[[Comparison], Finding]
 
 
 def check_each_task(
     rule: PairedRule,
-    check: CheckPairs,
+    check: CheckTask,
     name: str,
     baseline: VariantEvidence,
     candidate: VariantEvidence,
-    alpha: float,
+    context: RuleContext,
 ) -> list[Finding]:
     """Pair the samples of every task a rule concerns and check those that may be compared."""
     chosen = select_tasks(
@@ -205,12 +298,14 @@ def check_each_task(
     )  # fmt: skip
     if chosen.finding:
         return [chosen.finding]
-    level = rule.alpha if rule.alpha is not None else alpha
+    wanted = rule.alpha if rule.alpha is not None else context.alpha
     findings = []
     for task in chosen.tasks:
-        pairs = pair(task, baseline, candidate, rule.max_missing)
+        pairs = pair(task, baseline, candidate, context.max_missing)
         if pairs.problem:
             findings.append(invalid(name, required=rule.required, task=task, problem=pairs.problem))
-        else:
-            findings.append(check(name, pairs, baseline, candidate, level))
+            continue
+        base, cand = baseline.scores[task], candidate.scores[task]
+        alpha = level(cand.record, wanted)
+        findings.append(check(Comparison(name, task, base, cand, pairs, alpha, context)))
     return findings

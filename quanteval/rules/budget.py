@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import RuleContext, VariantEvidence
 from quanteval.metrics.latency import Distribution, LoadPointSummary, best_point, point, summarize
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import bare, beside
@@ -43,7 +43,11 @@ class Budget:
             raise ValueError(f'limit "{given[0]}" must be positive')
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+        self,
+        name: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        context: RuleContext,
     ) -> list[Finding]:
         """Return one finding."""
         before, after = measure(self.metric, baseline), measure(self.metric, candidate)

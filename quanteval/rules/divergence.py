@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import RuleContext, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
-    Pairs,
+    Comparison,
     beside,
     check_alpha,
     check_each_task,
@@ -39,7 +39,6 @@ class DivergenceBound:
     kind: str | None = None
     required: bool = False
     alpha: float | None = None
-    max_missing: float = 0.0
 
     is_quality = False
 
@@ -53,32 +52,27 @@ class DivergenceBound:
         if self.min is not None:
             check_share("min", self.min, below=1)
         check_alpha(self.alpha)
-        check_share("max_missing", self.max_missing, below=1)
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
-    ) -> list[Finding]:
-        """Return a finding for each task concerned."""
-        return check_each_task(self, self._check_pairs, name, baseline, candidate, alpha)
-
-    def _check_pairs(
         self,
         name: str,
-        pairs: Pairs,
         baseline: VariantEvidence,
         candidate: VariantEvidence,
-        alpha: float,
-    ) -> Finding:
-        task = pairs.task
-        scores = candidate.scores[task]
+        context: RuleContext,
+    ) -> list[Finding]:
+        """Return a finding for each task concerned."""
+        return check_each_task(self, self._check_task, name, baseline, candidate, context)
+
+    def _check_task(self, c: Comparison) -> Finding:
+        task, alpha, scores = c.task, c.alpha, c.cand
         if bad := first_unscored(scores):
-            problem = f'{candidate.name} has no finite divergence for "{bad}"'
-            return invalid(name, required=self.required, task=task, problem=problem)
+            problem = f'the candidate has no finite divergence for "{bad}"'
+            return invalid(c.rule, required=self.required, task=task, problem=problem)
         agree = scores.numbers.get("top1_agree")
         totals = scores.value if self.metric == "mean_kl" else agree
         if totals is None or len(totals) < 2 or not np.isfinite(totals).all():
             problem = f"fewer than two documents with {self.metric}"
-            return invalid(name, required=self.required, task=task, problem=problem)
+            return invalid(c.rule, required=self.required, task=task, problem=problem)
         found = clustered_ratio(totals, scores.weight, alpha)
         limit = float(self.max if self.max is not None else self.min or 0)
         inside = found.upper < limit if self.max is not None else found.lower > limit
@@ -88,7 +82,7 @@ class DivergenceBound:
             ("mean KL", "nats/token") if self.metric == "mean_kl" else ("top-1 agreement", "share")
         )
         return Finding(
-            rule=name,
+            rule=c.rule,
             required=self.required,
             outcome=outcome,
             sentence=_sentence(task, found, limit, outcome, is_kl=self.metric == "mean_kl"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import bare, check_share, first_non_finite, percent
 
@@ -33,7 +33,11 @@ class SampleStatus:
             check_share(name, getattr(self, name))
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+        self,
+        name: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        context: RuleContext,
     ) -> list[Finding]:
         """Return a finding for each task of the candidate."""
         return _each_task(name, self.required, baseline, candidate, self._task)
@@ -90,7 +94,11 @@ class OutputLength:
             )
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+        self,
+        name: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        context: RuleContext,
     ) -> list[Finding]:
         """Return a finding for each task that generates."""
         return _each_task(name, self.required, baseline, candidate, self._task)
@@ -116,7 +124,11 @@ class FiniteScores:
     is_quality = False
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+        self,
+        name: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        context: RuleContext,
     ) -> list[Finding]:
         """Return a finding for each task of the candidate."""
         return _each_task(name, self.required, baseline, candidate, self._task)
@@ -148,7 +160,11 @@ class EffectivePrecision:
             raise ValueError(f'tolerance_bits "{self.tolerance_bits}" must not be negative')
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
+        self,
+        name: str,
+        baseline: VariantEvidence,
+        candidate: VariantEvidence,
+        context: RuleContext,
     ) -> list[Finding]:
         """Return one finding."""
         artifact = candidate.artifact

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,53 +11,38 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import Forecast, RuleContext, ScoreSet, SuiteFacts, VariantEvidence
+from quanteval.looks import sample_order
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
+    Comparison,
+    FloatArray,
     Pairs,
     bare,
     beside,
     check_alpha,
     check_each_task,
     check_selection,
-    check_share,
     confidence,
     first_non_finite,
     invalid,
     percent,
 )
+from quanteval.rules._forecast import forecast_loss
+from quanteval.rules._noise import noise_of
+from quanteval.rules.margin import POINTS, RELATIVE, Margin, MarginField
 from quanteval.stats import NonInferiority as Test
-from quanteval.stats import absolute_loss, mcnemar_exact, point_rule_error, relative_loss
+from quanteval.stats import (
+    absolute_loss,
+    bounded_score,
+    mcnemar_exact,
+    point_rule_error,
+    relative_loss,
+)
+from quanteval.stats.sequential import betting_loss
 
 POWER = 0.8
-POINTS, RELATIVE = "points", "% of the baseline's score"
-FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Margin:
-    """The loss agreed to count as none: `absolute` (share of samples) or `relative` (share of the baseline's score).
-
-    A relative margin says little on a baseline that solves little: below `min_baseline` it is refused.
-    """
-
-    absolute: float | None = None
-    relative: float | None = None
-    min_baseline: float = 0.2
-
-    def __post_init__(self) -> None:
-        if (self.absolute is None) == (self.relative is None):
-            raise ValueError(
-                f'absolute "{self.absolute}" and relative "{self.relative}": give exactly one'
-            )
-        if not 0 < self.value < 1:
-            raise ValueError(f'margin "{self.value}" must be between 0 and 1 (0.02 is two points)')
-        check_share("min_baseline", self.min_baseline)
-
-    @property
-    def value(self) -> float:
-        """The margin in its own unit."""
-        return self.absolute if self.absolute is not None else float(self.relative or 0)
+UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
@@ -68,22 +54,22 @@ class NonInferiority:
     'point' compares the loss seen with the margin, as other tools do: it is no statistical test, so
     it can keep a candidate from being accepted but is itself no evidence that quality was kept.
 
-    No sample leaves the denominator: one that errored counts against the candidate, as right on the
-    baseline's side and as wrong on the candidate's. Timed-out and truncated samples keep their value.
+    A problem with several samples counts once, with the mean of its scores. No sample leaves the
+    denominator: one that errored counts against the candidate, as right on the baseline's side and as
+    wrong on the candidate's, and so does one that is missing on a side where the policy allows some.
+    Timed-out and truncated samples keep their value.
     """
 
-    margin: Margin
+    margin: MarginField
     task: str | None = None
     kind: str | None = None
     required: bool = True
     alpha: float | None = None
     method: Literal["auto", "exact", "score", "point"] = "auto"
-    max_missing: float = 0.0
 
     def __post_init__(self) -> None:
         check_selection(self.task, self.kind)
         check_alpha(self.alpha)
-        check_share("max_missing", self.max_missing, below=1)
         if self.method == "exact" and self.margin.relative is not None:
             raise ValueError('method "exact" needs an absolute margin; use "auto"')
 
@@ -93,127 +79,180 @@ class NonInferiority:
         return self.method != "point"
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
-    ) -> list[Finding]:
-        """Return a finding for each task concerned."""
-        return check_each_task(self, self._check_pairs, name, baseline, candidate, alpha)
-
-    def _check_pairs(
         self,
         name: str,
-        pairs: Pairs,
         baseline: VariantEvidence,
         candidate: VariantEvidence,
-        alpha: float,
-    ) -> Finding:
-        task = pairs.task
-        base, cand = baseline.scores[task], candidate.scores[task]
-        if problem := _unusable(base) or _unusable(cand):
-            return invalid(name, required=self.required, task=task, problem=problem)
-        lost = _errored(base, pairs.baseline_rows)
-        x = np.where(lost, 1.0, base.value[pairs.baseline_rows])
-        y = np.where(_errored(cand, pairs.candidate_rows), 0.0, cand.value[pairs.candidate_rows])
+        context: RuleContext,
+    ) -> list[Finding]:
+        """Return a finding for each task concerned."""
+        return check_each_task(self, self._check_task, name, baseline, candidate, context)
+
+    def forecast(
+        self, name: str, suites: Mapping[str, SuiteFacts], context: RuleContext
+    ) -> list[Forecast]:
+        """Return what each task concerned can decide, before it is run."""
+        chosen = [s for s in suites.values() if self.task in (None, s.task)]
+        chosen = [s for s in chosen if self.kind in (None, s.kind)]
+        alpha = self.alpha if self.alpha is not None else context.alpha
+        return [forecast_loss(name, self.margin, suite, alpha, self.method) for suite in chosen]
+
+    def _check_task(self, c: Comparison) -> Finding:
+        if problem := unusable(c.base) or unusable(c.cand):
+            return invalid(c.rule, required=self.required, task=c.task, problem=problem)
+        x, y = paired_units(c.base, c.cand, c.pairs)
         if self.method == "exact" and not np.isin([x, y], (0.0, 1.0)).all():
             problem = "the exact test needs scores of 0 and 1"
-            return invalid(name, required=self.required, task=task, problem=problem)
-        if self.margin.relative is not None and not x.mean() >= max(self.margin.min_baseline, 1e-9):
+            return invalid(c.rule, required=self.required, task=c.task, problem=problem)
+        if self.margin.is_relative and not x.mean() >= max(self.margin.min_baseline, 1e-9):
             return bare(
-                name, required=self.required, outcome="inconclusive", task=task,
-                sentence=f"{task}: the baseline scores {percent(float(x.mean()))}, below the "
+                c.rule, required=self.required, outcome="inconclusive", task=c.task,
+                sentence=f"{c.task}: the baseline scores {percent(float(x.mean()))}, below the "
                 f"{percent(self.margin.min_baseline)} from which a relative margin means something",
             )  # fmt: skip
-        notes = [f"{pairs.missing} samples were scored on one side only"] if pairs.missing else []
-        if lost.any():
-            notes.append(f"{lost.sum()} samples that errored in the baseline count as right there")
+        look = c.cand.record.sequential
+        if self.margin.is_relative and look is not None and look.method == "betting":
+            return bare(
+                c.rule, required=self.required, outcome="inconclusive", task=c.task,
+                sentence=f"{c.task}: the betting test takes absolute margins only, not "
+                f"{self.margin.text}: use points, or planned looks",
+            )  # fmt: skip
+        notes = _notes(c)
         if self.method == "point":
-            return self._compare_points(name, task, x, y, notes)
-        return self._decide(name, task, x, y, alpha, notes)
+            return self._compare_points(c, x, y, notes)
+        return self._decide(c, x, y, notes)
 
     def _compare_points(
-        self, name: str, task: str, x: FloatArray, y: FloatArray, notes: list[str]
+        self, c: Comparison, x: FloatArray, y: FloatArray, notes: list[str]
     ) -> Finding:
         """Compare the loss seen with the margin, and say how often that is wrong for a loss at the margin."""
         margin, before, after = self.margin.value, float(x.mean()), float(y.mean())
-        relative = self.margin.relative is not None
-        loss = 1 - after / before if relative else before - after
-        broken, fixed = int((x > y).sum()), int((x < y).sum())
-        absolute = margin * before if relative else margin
-        wrong = point_rule_error(len(x), max((broken + fixed) / len(x), absolute), absolute)
-        kept = loss <= margin + 1e-12
-        unit = RELATIVE if relative else POINTS
+        loss = 1 - after / before if self.margin.is_relative else before - after
+        worse, better = int((x > y).sum()), int((x < y).sum())
+        absolute = margin * before if self.margin.is_relative else margin
+        wrong = point_rule_error(len(x), max((worse + better) / len(x), absolute), absolute)
+        kept = loss <= margin + 1e-12 and not c.pairs.missing
+        unit = RELATIVE if self.margin.is_relative else POINTS
+        lacking = f", but {c.pairs.missing} samples are missing" if c.pairs.missing else ""
         return Finding(
-            rule=name,
+            rule=c.rule,
             required=self.required,
             outcome="accept" if kept else "reject",
-            sentence=f"{_seen(task, x, y)}, loss {beside(100 * loss, 100 * margin, 1)} {unit}, "
-            f"{'not above' if kept else 'above'} the margin of {100 * margin:g}: not a statistical test, "
-            f"it passes a loss exactly at the margin {percent(wrong)} of the time",
-            task=task,
+            sentence=f"{_seen(c, x, y)}, loss {beside(100 * loss, 100 * margin, 1)} {unit}, "
+            f"{'not above' if loss <= margin + 1e-12 else 'above'} the margin of {100 * margin:g}{lacking}: "
+            f"not a statistical test, it passes a loss exactly at the margin {percent(wrong)} of the time",
+            task=c.task,
             metric="mean score",
-            unit="share of the baseline" if relative else "share",
+            unit="share of the baseline" if self.margin.is_relative else "share",
             method="point comparison, not a statistical test",
             n=len(x),
             baseline_value=before,
             candidate_value=after,
             estimate=loss,
             margin=margin,
-            broken=broken,
-            fixed=fixed,
+            broken=worse,
+            fixed=better,
             notes=notes,
         )
 
-    def _decide(
-        self, name: str, task: str, x: FloatArray, y: FloatArray, alpha: float, notes: list[str]
-    ) -> Finding:
-        if self.margin.relative is not None:
-            test = relative_loss(x, y, self.margin.value, alpha=alpha, reject_alpha=alpha)
-        else:
-            test = absolute_loss(
-                x, y, self.margin.value, alpha=alpha, reject_alpha=alpha,
-                method="exact" if self.method == "exact" else "score" if self.method == "score" else "auto",
-            )  # fmt: skip
+    def _decide(self, c: Comparison, x: FloatArray, y: FloatArray, notes: list[str]) -> Finding:
+        test = self._test(c, x, y, c.alpha)
+        worst = test
+        if c.pairs.missing:
+            # What is missing counts against the candidate where it could help it.
+            worst = self._test(c, *_with_missing(c.pairs, x, y), c.alpha)
         outcome: Outcome = "inconclusive"
-        if test.accepted and not test.rejected:
+        if worst.accepted and not test.rejected:
             outcome = "accept"
-        elif test.rejected and not test.accepted:
+        elif test.rejected and not worst.accepted:
             outcome = "reject"
-        broken, fixed = int((x > y).sum()), int((x < y).sum())
-        needed = self._needed(x, y, test, alpha)
+        p_regression = regression_p(x, y)
+        needed = self._needed(x, y, test, c.alpha)
+        noise = noise_of(c)
+        remark = (
+            "" if noise is None or self.margin.is_relative else noise.remark(test.loss, test.margin)
+        )
+        sentence = _sentence(c, x, y, test, worst.upper, outcome, needed, margin=self.margin)
         return Finding(
-            rule=name,
+            rule=c.rule,
             required=self.required,
             outcome=outcome,
-            sentence=_sentence(task, x, y, test, outcome, needed, relative=self.margin.relative is not None),
-            task=task,
+            sentence=f"{sentence}; {remark}" if remark else sentence,
+            task=c.task,
             metric="mean score",
-            unit="share of the baseline" if self.margin.relative is not None else "share",
+            unit="share of the baseline" if self.margin.is_relative else "share",
             method=_method(test.method),
             n=len(x),
             baseline_value=float(x.mean()),
             candidate_value=float(y.mean()),
             estimate=test.loss,
             lower=test.lower,
-            upper=test.upper,
-            confidence=1 - alpha,
+            upper=worst.upper,
+            confidence=1 - c.alpha,
             margin=test.margin,
-            p_value=test.p_accept,
-            broken=broken,
-            fixed=fixed,
+            p_value=worst.p_accept,
+            p_regression=p_regression,
+            broken=int((x > y).sum()),
+            fixed=int((x < y).sum()),
             n_needed=needed if outcome == "inconclusive" else None,
-            regression_detected=mcnemar_exact(broken, fixed, "greater") <= alpha,
+            regression_detected=p_regression <= c.alpha,
             notes=notes,
         )  # fmt: skip
 
+    def _test(self, c: Comparison, x: FloatArray, y: FloatArray, alpha: float) -> Test:
+        margin, look = self.margin.value, c.cand.record.sequential
+        if look is not None and look.method == "betting":
+            order = _drawn_order(c.pairs, look.order_seed, len(x))
+            return betting_loss(x[order], y[order], margin, alpha=alpha, reject_alpha=alpha)
+        if self.margin.is_relative:
+            return relative_loss(x, y, margin, alpha=alpha, reject_alpha=alpha)
+        method: Literal["auto", "exact", "score"] = (
+            "auto" if self.method == "point" else self.method
+        )
+        return absolute_loss(x, y, margin, alpha=alpha, reject_alpha=alpha, method=method)
+
     def _needed(self, x: FloatArray, y: FloatArray, test: Test, alpha: float) -> int | None:
         """Return the samples that would decide, more than there are; a relative loss in the baseline's own unit."""
-        scale = float(x.mean()) if self.margin.relative is not None else 1.0
-        kept = 1 - test.margin if self.margin.relative is not None else 1.0
+        scale = float(x.mean()) if self.margin.is_relative else 1.0
+        kept = 1 - test.margin if self.margin.is_relative else 1.0
         variance = float(np.var(kept * x - y)) / scale**2
         needed = needed_pairs(variance, test.loss, test.margin, alpha)
         return None if needed is None else max(needed, len(x) + 1)
 
 
-def _unusable(scores: ScoreSet) -> str:
+def paired_units(base: ScoreSet, cand: ScoreSet, pairs: Pairs) -> tuple[FloatArray, FloatArray]:
+    """Return both variants' scores, one a problem; a sample that errored counts against the candidate."""
+    x = np.where(_errored(base, pairs.baseline_rows), 1.0, base.value[pairs.baseline_rows])
+    y = np.where(_errored(cand, pairs.candidate_rows), 0.0, cand.value[pairs.candidate_rows])
+    return pairs.means(x), pairs.means(y)
+
+
+def _with_missing(pairs: Pairs, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the units with every missing sample as right in the baseline and wrong in the candidate."""
+    counts = np.bincount(pairs.problems, minlength=pairs.n).astype(np.float64)
+    rows = {problem: row for row, problem in enumerate(pairs.problem_ids)}
+    lost = np.zeros(pairs.n)
+    others: dict[str, None] = {}
+    for problem in pairs.missing_problems:
+        if problem in rows:
+            lost[rows[problem]] += 1
+        else:
+            others[problem] = None
+    known_x = (x * counts + lost) / (counts + lost)
+    known_y = y * counts / (counts + lost)
+    return (
+        np.concatenate([known_x, np.ones(len(others))]),
+        np.concatenate([known_y, np.zeros(len(others))]),
+    )
+
+
+def _drawn_order(pairs: Pairs, seed: int, units: int) -> list[int]:
+    """Return the units in the order in which they were evaluated; units beyond the pairs come last."""
+    rows = {problem: row for row, problem in enumerate(pairs.problem_ids)}
+    return [rows[i] for i in sample_order(pairs.problem_ids, seed)] + list(range(pairs.n, units))
+
+
+def unusable(scores: ScoreSet) -> str:
     """Return why these scores cannot be compared, '' when they can."""
     if bad := first_non_finite(scores):
         return f'sample "{bad}" has no finite score'
@@ -223,7 +262,39 @@ def _unusable(scores: ScoreSet) -> str:
 
 
 def _errored(scores: ScoreSet, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    return np.array([scores.status[row] == "error" for row in rows], dtype=bool)
+    if "error" not in scores.status:
+        return np.zeros(len(rows), dtype=bool)
+    return np.array([status == "error" for status in scores.status], dtype=bool)[rows]
+
+
+def regression_p(x: FloatArray, y: FloatArray) -> float:
+    """Return the one-sided p-value of "there is no loss": McNemar's exact test, or for fractions the score test."""
+    if ((x == 0) | (x == 1)).all() and ((y == 0) | (y == 1)).all():
+        return mcnemar_exact(int((x > y).sum()), int((x < y).sum()), "greater")
+    d = x - y
+    return float(1 - _phi(bounded_score(d, 0.0))) if d.any() else 1.0
+
+
+def _phi(z: float) -> float:
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+def _notes(c: Comparison) -> list[str]:
+    notes = []
+    if c.pairs.missing:
+        notes.append(
+            f"{c.pairs.missing} samples were not scored on both sides; for acceptance they count as lost"
+        )
+    lost = int(_errored(c.base, c.pairs.baseline_rows).sum())
+    if lost:
+        notes.append(f"{lost} samples that errored in the baseline count as right there")
+    look = c.cand.record.sequential
+    if look is not None:
+        notes.append(
+            f"decided at look {look.look} of {len(look.fractions)}, after {c.pairs.n} of "
+            f"{look.samples_planned} samples; bounds hold at the level that look may spend"
+        )
+    return notes
 
 
 def needed_pairs(variance: float, loss: float, margin: float, alpha: float) -> int | None:
@@ -246,40 +317,44 @@ def _method(method: str) -> str:
         "exact": "exact unconditional test, Tango's ordering",
         "score": "score test (Tango's for 0/1 scores)",
         "score_ratio": "score test of the ratio (Tang; Nam and Blackwelder)",
+        "betting": "betting e-process, valid at every look",
     }.get(method, method)
 
 
-def _seen(task: str, x: FloatArray, y: FloatArray) -> str:
+def _seen(c: Comparison, x: FloatArray, y: FloatArray) -> str:
     worse, better = int((x > y).sum()), int((x < y).sum())
     before, after = percent(float(x.mean())), percent(float(y.mean()))
-    return f"{task}: {before} -> {after} (n={len(x)}, {worse} worse, {better} better)"
+    samples = len(c.pairs.sample_ids)
+    n = f"n={len(x)}" if samples == len(x) else f"n={len(x)} problems, {samples} samples"
+    return f"{c.task}: {before} -> {after} ({n}, {worse} worse, {better} better)"
 
 
 def _sentence(
-    task: str,
+    c: Comparison,
     x: FloatArray,
     y: FloatArray,
     test: Test,
+    upper: float,
     outcome: Outcome,
     needed: int | None,
     *,
-    relative: bool,
+    margin: Margin,
 ) -> str:
-    unit = RELATIVE if relative else POINTS
+    unit = RELATIVE if margin.is_relative else POINTS
     sure, limit = confidence(test.alpha), 100 * test.margin
-    margin = f"the margin of {limit:g} {'%' if relative else unit}"
-    loss, lower, upper = (beside(100 * v, limit, 1) for v in (test.loss, test.lower, test.upper))
-    seen = f"{_seen(task, x, y)}, loss {loss} {unit}"
+    agreed = f"the margin of {limit:g} {'%' if margin.is_relative else unit}"
+    loss, least, most = (beside(100 * v, limit, 1) for v in (test.loss, test.lower, upper))
+    seen = f"{_seen(c, x, y)}, loss {loss} {unit}"
     if outcome == "accept":
-        return f"{seen}, at most {upper} with {sure} confidence: within {margin}"
+        return f"{seen}, at most {most} with {sure} confidence: within {agreed}"
     if outcome == "reject":
-        return f"{seen}, at least {lower} with {sure} confidence: beyond {margin}"
+        return f"{seen}, at least {least} with {sure} confidence: beyond {agreed}"
     more = (
         f"about {needed} samples would decide"
         if needed
         else "no number of samples decides at the margin"
     )
     return (
-        f"{seen}, between {lower} and {upper} with {sure} confidence each: "
-        f"undecided at {margin}, {more}"
+        f"{seen}, between {least} and {most} with {sure} confidence each: "
+        f"{UNDECIDED} at {agreed}, {more}"
     )

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import Forecast, RuleContext, SuiteFacts, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
-    Pairs,
+    Comparison,
     bare,
     beside,
     check_alpha,
     check_each_task,
     check_selection,
-    check_share,
     confidence,
     first_unscored,
     invalid,
+    percent,
 )
-from quanteval.stats import bootstrap_ratio, log_perplexity_ratio
+from quanteval.stats import log_perplexity_ratio
 
 MINIMUM_DOCUMENTS = 10
 POWER = 0.8
@@ -30,11 +31,11 @@ POWER = 0.8
 
 @dataclass(frozen=True)
 class PerplexityRatio:
-    """Compare exp(sum NLL / sum tokens) of both variants by their ratio, documents resampled in pairs.
+    """Compare exp(sum NLL / sum tokens) of both variants by their ratio, documents as the unit.
 
-    `max_ratio` is the margin, e.g. 1.02 for two per cent. The bounds are those of a paired bootstrap
-    over documents and of the clustered t interval, whichever is wider: the bootstrap alone is too
-    narrow with few documents. Fewer than 10 documents decide nothing.
+    `max_ratio` is the margin, e.g. 1.02 for two per cent. The bounds are those of the ratio estimator
+    over documents with Student's t. Fewer than 10 documents decide nothing; one that decides alone is
+    named.
     """
 
     max_ratio: float
@@ -42,100 +43,157 @@ class PerplexityRatio:
     kind: str | None = None
     required: bool = True
     alpha: float | None = None
-    max_missing: float = 0.0
-    resamples: int = 10_000
-    seed: int = 0
 
     is_quality = True
 
     def __post_init__(self) -> None:
         check_selection(self.task, self.kind)
         check_alpha(self.alpha)
-        check_share("max_missing", self.max_missing, below=1)
         if not 1 < self.max_ratio < math.inf:
             raise ValueError(f'max_ratio "{self.max_ratio}" must be above 1 (1.02 is two per cent)')
-        if self.resamples < 1000:
-            raise ValueError(f'resamples "{self.resamples}" must be at least 1000')
 
     def check(
-        self, name: str, baseline: VariantEvidence, candidate: VariantEvidence, alpha: float
-    ) -> list[Finding]:
-        """Return a finding for each task concerned."""
-        return check_each_task(self, self._check_pairs, name, baseline, candidate, alpha)
-
-    def _check_pairs(
         self,
         name: str,
-        pairs: Pairs,
         baseline: VariantEvidence,
         candidate: VariantEvidence,
-        alpha: float,
-    ) -> Finding:
-        task = pairs.task
-        base, cand = baseline.scores[task], candidate.scores[task]
-        for evidence, scores in ((baseline, base), (candidate, cand)):
+        context: RuleContext,
+    ) -> list[Finding]:
+        """Return a finding for each task concerned."""
+        return check_each_task(self, self._check_task, name, baseline, candidate, context)
+
+    def forecast(
+        self, name: str, suites: Mapping[str, SuiteFacts], context: RuleContext
+    ) -> list[Forecast]:
+        """Return what each task concerned can decide; needs the spread between documents of a stored run."""
+        chosen = [s for s in suites.values() if self.task in (None, s.task)]
+        chosen = [s for s in chosen if self.kind in (None, s.kind)]
+        alpha = self.alpha if self.alpha is not None else context.alpha
+        return [self._forecast(name, suite, alpha) for suite in chosen]
+
+    def _forecast(self, name: str, suite: SuiteFacts, alpha: float) -> Forecast:
+        margin = f"ratio {self.max_ratio:g}"
+        few = (
+            (f"can never decide: {suite.n} documents, at least {MINIMUM_DOCUMENTS} are needed",)
+            if suite.n < MINIMUM_DOCUMENTS
+            else ()
+        )
+        if suite.spread is None:
+            assumed = "the spread between documents is not known: run it once, then plan again"
+            return Forecast(name, suite.task, suite.n, margin, assumed, warnings=few)
+        z = float(ndtri(POWER) - ndtri(alpha))
+        limit = math.log(self.max_ratio)
+        harmless = float(ndtr(limit / suite.spread + ndtri(alpha))) if suite.spread else 1.0
+        if not few and harmless < POWER:
+            few = (f"a harmless variant is accepted in {percent(harmless)} of runs only",)
+        return Forecast(
+            rule=name,
+            task=suite.task,
+            n=suite.n,
+            margin=margin,
+            assumed=f"spread of ln ratio {suite.spread:.4f} ({suite.source}), normal approximation",
+            certifiable=_exp(z * suite.spread),
+            detectable=_exp(z * suite.spread),
+            n_needed=max(MINIMUM_DOCUMENTS, math.ceil((z * suite.spread / limit) ** 2 * suite.n)),
+            accept_harmless=harmless,
+            reject_double=harmless,
+            warnings=few,
+        )
+
+    def _check_task(self, c: Comparison) -> Finding:
+        base, cand, pairs = c.base, c.cand, c.pairs
+        for side, scores in (("the baseline", base), ("the candidate", cand)):
             if bad := first_unscored(scores):
-                problem = f'{evidence.name} has no finite likelihood for "{bad}"'
-                return invalid(name, required=self.required, task=task, problem=problem)
+                problem = f'{side} has no finite likelihood for "{bad}"'
+                return invalid(c.rule, required=self.required, task=c.task, problem=problem)
         tokens = base.weight[pairs.baseline_rows]
         if not np.array_equal(tokens, cand.weight[pairs.candidate_rows]):
             problem = "the variants scored different numbers of tokens"
-            return invalid(name, required=self.required, task=task, problem=problem)
+            return invalid(c.rule, required=self.required, task=c.task, problem=problem)
         n = len(pairs.sample_ids)
         if n < MINIMUM_DOCUMENTS:
             sentence = (
-                f"{task}: {n} documents decide nothing, at least {MINIMUM_DOCUMENTS} are needed"
+                f"{c.task}: {n} documents decide nothing, at least {MINIMUM_DOCUMENTS} are needed"
             )
             return bare(
-                name, required=self.required, outcome="inconclusive", sentence=sentence, task=task
+                c.rule,
+                required=self.required,
+                outcome="inconclusive",
+                sentence=sentence,
+                task=c.task,
             )
         x, y = base.value[pairs.baseline_rows], cand.value[pairs.candidate_rows]
-        cluster = log_perplexity_ratio(x, y, tokens, alpha)
-        bootstrap = bootstrap_ratio(y - x, tokens, alpha, resamples=self.resamples, seed=self.seed)
-        lower = _exp(min(cluster.lower, bootstrap.lower))
-        upper = _exp(max(cluster.upper, bootstrap.upper))
-        ratio = _exp(cluster.estimate)
+        found = log_perplexity_ratio(x, y, tokens, c.alpha)
+        ratio, lower, upper = _exp(found.estimate), _exp(found.lower), _exp(found.upper)
         outcome: Outcome = "inconclusive"
-        if upper < self.max_ratio:
+        if upper < self.max_ratio and not pairs.missing:
+            # A document that is missing has no worst case, so it can only keep a candidate from passing.
             outcome = "accept"
         elif lower > self.max_ratio:
             outcome = "reject"
         before, after = _exp(x.sum() / tokens.sum()), _exp(y.sum() / tokens.sum())
-        needed = _needed(cluster.se, n, cluster.estimate, math.log(self.max_ratio), alpha)
-        outlier = pairs.sample_ids[cluster.most_influential]
+        needed = _needed(found.se, n, found.estimate, math.log(self.max_ratio), c.alpha)
+        sentence = _sentence(
+            c.task,
+            n,
+            (before, after),
+            (ratio, lower, upper),
+            self.max_ratio,
+            c.alpha,
+            outcome,
+            needed,
+        )
+        without = _exp(found.estimate - found.influence)
+        outlier = pairs.sample_ids[found.most_influential]
+        if (without < self.max_ratio) != (ratio < self.max_ratio):
+            sentence += (
+                f'; document "{outlier}" alone decides: without it the ratio is {without:.3f}'
+            )
+        if remark := _noise_remark(c, found.estimate, self.max_ratio):
+            sentence += f"; {remark}"
         return Finding(
-            rule=name,
+            rule=c.rule,
             required=self.required,
             outcome=outcome,
-            sentence=_sentence(
-                task,
-                n,
-                (before, after),
-                (ratio, lower, upper),
-                self.max_ratio,
-                alpha,
-                outcome,
-                needed,
-            ),
-            task=task,
+            sentence=sentence,
+            task=c.task,
             metric="token perplexity",
             unit="ratio",
-            method="paired bootstrap over documents and clustered t, the wider of both",
+            method="clustered t over documents",
             n=n,
             baseline_value=before,
             candidate_value=after,
             estimate=ratio,
             lower=lower,
             upper=upper,
-            confidence=1 - alpha,
+            confidence=1 - c.alpha,
             margin=self.max_ratio,
+            p_value=found.p_at_least(math.log(self.max_ratio)),
+            p_regression=1 - found.p_at_least(0.0),
             n_needed=needed if outcome == "inconclusive" else None,
             regression_detected=lower > 1,
             notes=[
-                f'most influential document "{outlier}": without it the ratio would be '
-                f"{_exp(cluster.estimate - cluster.influence):.4f}"
+                f'most influential document "{outlier}": without it the ratio would be {without:.4f}'
             ],
         )
+
+
+def _noise_remark(c: Comparison, estimate: float, max_ratio: float) -> str:
+    """Say that a ratio or a margin lies inside the noise of the repeated baseline, '' when not."""
+    if c.noise is None:
+        return ""
+    again, pairs = c.noise
+    if first_unscored(again) or len(pairs.sample_ids) < 2:
+        return ""
+    noise = log_perplexity_ratio(
+        c.base.value[pairs.baseline_rows], again.value[pairs.candidate_rows],
+        c.base.weight[pairs.baseline_rows],
+    )  # fmt: skip
+    reach = max(abs(noise.lower), abs(noise.upper))
+    floor = f"the noise floor of {100 * math.expm1(reach):.2g} % (the baseline repeated)"
+    if math.log(max_ratio) < reach:
+        return f"the margin is below {floor}"
+    return f"the difference is inside {floor}" if 0 < abs(estimate) <= reach else ""
 
 
 def _exp(value: float) -> float:

@@ -45,7 +45,7 @@ class NonInferiority:
     alpha: float
     reject_alpha: float
     n: int
-    method: Literal["exact", "score", "t", "score_ratio"]
+    method: Literal["exact", "score", "t", "score_ratio", "stratified_score", "betting"]
     broken: int | None = None
     fixed: int | None = None
 

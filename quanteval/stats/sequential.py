@@ -7,7 +7,7 @@ Items must come in a seeded random order, never in the data set's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr, ndtri
 
-from quanteval.stats._checks import FloatArray, finite_vector, level_alpha, margin_inside
+from quanteval.stats._checks import (
+    FloatArray,
+    finite_vector,
+    level_alpha,
+    margin_inside,
+    same_length,
+)
 from quanteval.stats._root import bracketed_root
+from quanteval.stats.noninferiority import NonInferiority
 
 _TAIL_SD = 9.0
 _UNREACHABLE_Z = 37.0  # Phi(-37) is the smallest normal tail a double can hold
@@ -166,6 +173,66 @@ def betting_test(
         rejected_at=_first_reaching(reject, -math.log(reject_alpha)),
         n=x.size,
     )
+
+
+def betting_loss(
+    baseline: ArrayLike,
+    variant: ArrayLike,
+    margin: float,
+    *,
+    alpha: float = 0.05,
+    reject_alpha: float = 0.05,
+) -> NonInferiority:
+    """Judge the mean of baseline - variant by its margin with `betting_test`; scores in [0, 1], in random order.
+
+    The bounds are the margins at which the anytime-valid p-values cross the levels, so the decision at `margin` and
+    the bounds agree; they hold at every look. A lower bound that is not above 0 is -1: bets need a positive margin.
+    """
+    base, var = finite_vector("baseline", baseline), finite_vector("variant", variant)
+    same_length("baseline", base, "variant", var)
+    d = base - var
+    test = betting_test(d, margin, alpha, reject_alpha)
+
+    def accepts(m: float) -> bool:
+        return betting_test(d, m, alpha, reject_alpha).p_accept <= alpha
+
+    def not_rejects(m: float) -> bool:
+        return betting_test(d, m, alpha, reject_alpha).p_reject > reject_alpha
+
+    accepted, rejected = test.p_accept <= alpha, test.p_reject <= reject_alpha
+    edge = 1.0 - 1e-6
+    if accepted:
+        upper = _crossing(accepts, 1e-6, margin)
+    else:
+        upper = _crossing(accepts, margin, edge) if accepts(edge) else 1.0
+    if rejected:
+        lower = _crossing(not_rejects, margin, edge)
+    elif not_rejects(1e-6):
+        lower = -1.0
+    else:
+        lower = _crossing(not_rejects, 1e-6, margin)
+    return NonInferiority(
+        loss=float(d.mean()),
+        lower=lower,
+        upper=upper,
+        margin=margin,
+        p_accept=test.p_accept,
+        p_reject=test.p_reject,
+        alpha=alpha,
+        reject_alpha=reject_alpha,
+        n=d.size,
+        method="betting",
+    )
+
+
+def _crossing(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the margin, to 1e-5, from which on a condition that holds at `high` holds."""
+    if holds(low):
+        return low
+    while high - low > 1e-5:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def _exp(log_wealth: float) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from quanteval.errors import RecordError
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import ScoreSet, VariantEvidence
 from quanteval.records import (
     Artifact,
     Manifest,

@@ -9,13 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quanteval.interfaces import (
-    Sample,
-    ScoreRequest,
-    Session,
-    TaskContext,
-    hash_token_ids,
-)
+from quanteval.interfaces import Sample, ScoreRequest, Session, TaskContext, hash_token_ids
 from quanteval.records import Score
 from quanteval.tasks.loading import (
     Source,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quanteval.interfaces import ScoreSet, VariantEvidence
+from quanteval.evidence import ScoreSet, VariantEvidence
 from quanteval.records import (
     Artifact,
     Effective,

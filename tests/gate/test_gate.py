@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quanteval.errors import ConfigError
-from quanteval.gate import decide, exit_code, load_policy, worst
+from quanteval.gate import decide, exit_code, worst
+from quanteval.policy import load_policy
 from quanteval.records import Verdict
 from quanteval.resources import presets
 from tests.gate import evidence as make

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quanteval.errors import ConfigError
-from quanteval.gate import Policy, decide, load_policy
+from quanteval.gate import decide
+from quanteval.policy import Policy, load_policy
 from quanteval.resources import presets
 from tests.gate import evidence as make
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from quanteval.gate import decide, load_policy
-from quanteval.interfaces import VariantEvidence
+from quanteval.evidence import VariantEvidence
+from quanteval.gate import decide
+from quanteval.policy import load_policy
 from quanteval.records import Manifest, Verdict
 from quanteval.report import Table, build_table
 from quanteval.resources import presets

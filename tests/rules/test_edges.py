@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quanteval.errors import ConfigError
+from quanteval.evidence import RuleContext
 from quanteval.rules.budget import Budget
 from quanteval.rules.divergence import DivergenceBound
 from quanteval.rules.guards import EffectivePrecision, OutputLength, SampleStatus
@@ -21,7 +22,9 @@ SHARE = Margin(relative=0.05)
 
 
 def one(rule, base, cand):
-    (finding,) = rule.check("rule", make.variant("base", base), make.variant("cand", cand), 0.05)
+    (finding,) = rule.check(
+        "rule", make.variant("base", base), make.variant("cand", cand), RuleContext()
+    )
     return finding
 
 
@@ -36,9 +39,7 @@ def one(rule, base, cand):
         (SampleStatus, "max_timeout_excess", {}),
         (SampleStatus, "max_truncated_excess", {}),
         (EffectivePrecision, "min_quantized", {}),
-        (NonInferiority, "max_missing", {"kind": "code", "margin": POINTS}),
         (NonInferiority, "alpha", {"kind": "code", "margin": POINTS}),
-        (PerplexityRatio, "max_missing", {"kind": "perplexity", "max_ratio": 1.02}),
         (PerplexityRatio, "alpha", {"kind": "perplexity", "max_ratio": 1.02}),
         (PerplexityRatio, "max_ratio", {"kind": "perplexity"}),
         (DivergenceBound, "alpha", {"kind": "divergence", "metric": "mean_kl", "max": 0.1}),
@@ -161,7 +162,7 @@ def test_a_share_quantized_that_is_unknown_or_too_small_rejects(share):
     artifact = make.artifact(8, effective_bits=8.1)
     effective = artifact.effective.model_copy(update={"quantized_fraction": share})
     candidate = make.variant("cand", artifact=artifact.model_copy(update={"effective": effective}))
-    (finding,) = EffectivePrecision().check("ran", make.variant("base"), candidate, 0.05)
+    (finding,) = EffectivePrecision().check("ran", make.variant("base"), candidate, RuleContext())
     assert finding.outcome == "reject"
 
 
@@ -178,7 +179,7 @@ def test_the_survivors_of_a_failing_server_are_not_compared(metric, required):
     rule = Budget(metric, max_ratio=100, required=required)
     good, bad = make.variant("base"), make.variant("cand", traces=broken)
     for base, cand in ((good, bad), (bad, good)):
-        (finding,) = rule.check("speed", base, cand, 0.05)
+        (finding,) = rule.check("speed", base, cand, RuleContext())
         assert finding.outcome == "invalid"
         assert "1 of its requests failed" in finding.sentence
 
@@ -187,7 +188,7 @@ def test_no_bytes_are_no_measurement():
     rule = Budget("weight_memory_bytes", max_ratio=1.0, required=True)
     nothing, some = make.variant("base", memory=make.memory(0)), make.variant("cand")
     for base, cand in ((nothing, some), (some, nothing)):
-        (finding,) = rule.check("memory", base, cand, 0.05)
+        (finding,) = rule.check("memory", base, cand, RuleContext())
         assert finding.outcome == "invalid"
 
 

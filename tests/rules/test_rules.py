@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from quanteval.evidence import RuleContext
 from quanteval.rules._common import beside, confidence
 from quanteval.rules.budget import Budget, measure
 from quanteval.rules.divergence import DivergenceBound
@@ -19,8 +20,8 @@ from tests.gate import evidence as make
 ALPHA = 0.05
 
 
-def one(rule, baseline, candidate):
-    (finding,) = rule.check("rule", baseline, candidate, ALPHA)
+def one(rule, baseline, candidate, **context):
+    (finding,) = rule.check("rule", baseline, candidate, RuleContext(ALPHA, **context))
     return finding
 
 
@@ -159,11 +160,13 @@ def test_missing_samples_are_allowed_only_as_far_as_stated():
     base, cand = flips(100, 0, 0)
     baseline, candidate = pair_of(base, cand[:99])
     assert one(CODE, baseline, candidate).outcome == "invalid"
-    loose = dataclasses.replace(CODE, max_missing=0.02)
-    finding = one(loose, baseline, candidate)
+    finding = one(CODE, baseline, candidate, max_missing=0.02)
     assert finding.outcome == "accept"
     assert finding.n == 99
-    assert finding.notes == ["1 samples were scored on one side only"]
+    # What is missing counts as lost: the bound is that of one broken pair in a hundred.
+    assert finding.upper == pytest.approx(tango_bound(1, 0, 100, ALPHA, "upper"), abs=1e-9)
+    assert finding.estimate == 0
+    assert "1 samples were not scored on both sides" in finding.notes[0]
 
 
 def test_a_kind_without_tasks_is_skipped_and_a_named_task_is_missed():
