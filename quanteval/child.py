@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,11 @@ from quanteval.environment import (
     reset_peak_rss,
 )
 from quanteval.errors import EngineError, QuantevalError, UnsupportedError
+from quanteval.evidence import VariantEvidence
+from quanteval.gate import is_decided
 from quanteval.interfaces import Calibration, ModelSource, Sample, Session, Task, TaskContext
+from quanteval.looks import sample_order
+from quanteval.policy import load_policy
 from quanteval.records import (
     Artifact,
     MemoryUse,
@@ -49,7 +54,10 @@ from quanteval.store import (
     file_lock,
     file_sha256,
     fingerprint,
+    load_baseline,
+    read_journal,
     read_record,
+    read_scores,
     write_atomic,
     write_record,
 )
@@ -194,12 +202,16 @@ class _Evaluation:
             served = artifact.model_copy(update={"effective": session.describe()})
             write_record(self.folder.artifact, served)
             self._update(comparable={"batch_policy": session.batch_policy})
-            self._finish_stage("artifact", started)
-            if "bench" in self.stages:
-                self._bench(session, engine.device)
+            if "artifact" in self.stages:
+                self._finish_stage("artifact", started)
+            for name in self.stages:
+                if name.partition(":")[0] == "bench":
+                    self._bench(session, engine.device, name)
             for name, node in self.spec["tasks"].items():
                 if f"task:{name}" in self.stages:
                     self._task_or_failure(session, name, node)
+            if not self.folder.memory.exists():
+                write_record(self.folder.memory, self._with_phases(session.memory()))
         if self.failures:
             raise EngineError("; ".join(self.failures))
 
@@ -210,7 +222,9 @@ class _Evaluation:
 
     # ---- bench
 
-    def _bench(self, session: Session, device: str) -> None:
+    def _bench(self, session: Session, device: str, stage: str) -> None:
+        """Measure a load plan; `stage` is 'bench', or 'bench:3' for the third of interleaved rounds."""
+        number = int(stage.partition(":")[2] or 0)
         bench = build(self.spec["bench"], where="bench", prefixes=self.spec["prefixes"])
         traces: list[RequestTrace] = []
         started = time.perf_counter()
@@ -221,17 +235,27 @@ class _Evaluation:
                 if phase == "warmup" and not trace.warmup:
                     self._end_phase("warmup")
                     phase = "bench"
-                traces.append(trace)
+                traces.append(trace.model_copy(update={"round": number}))
                 bar.set_postfix_str(trace.load_point, refresh=False)
                 bar.update()
         self._end_phase(phase)
-        lines = "".join(trace.model_dump_json() + "\n" for trace in traces)
+        kept = self._traces_of_other_rounds(number)
+        lines = "".join(trace.model_dump_json() + "\n" for trace in (*kept, *traces))
         write_atomic(self.folder.traces, lines)
         write_record(self.folder.memory, self._with_phases(session.memory()))
-        self._finish_stage("bench", started)
+        self._finish_stage(stage, started)
+
+    def _traces_of_other_rounds(self, number: int) -> list[RequestTrace]:
+        """Return what earlier rounds of this run left; a bench without rounds starts anew."""
+        done = read_record(self.folder.result, VariantResult).stages if number else {}
+        stored = read_journal(self.folder.traces, RequestTrace) if number else []
+        return [t for t in stored if t.round != number and f"bench:{t.round}" in done]
 
     def _with_phases(self, memory: MemoryUse) -> MemoryUse:
-        update: dict[str, Any] = {"phase_peak_bytes": dict(self.peaks)}
+        before: dict[str, int] = {}
+        if self.folder.memory.exists():
+            before = read_record(self.folder.memory, MemoryUse).phase_peak_bytes
+        update: dict[str, Any] = {"phase_peak_bytes": {**before, **self.peaks}}
         if memory.device == "cpu":
             # Loading has a peak of its own (source weights, repacking) that serving never sees again.
             serving = [peak for phase, peak in self.peaks.items() if phase != "load"]
@@ -275,7 +299,6 @@ class _Evaluation:
         stage_fingerprint = fingerprint(stage["inputs"])
         started = time.perf_counter()
         done = done_samples(self.folder, name, stage_fingerprint)
-        todo = [sample for sample in samples if sample.sample_id not in done]
         if not done:
             self.folder.scores(name).unlink(missing_ok=True)
         record = TaskRecord(
@@ -292,9 +315,14 @@ class _Evaluation:
             },
         )
         write_record(self.folder.task_record(name), record)
-        self._score(session, task, todo, len(samples))
+        stop: dict[str, Any] = {}
+        if stage["sequential"]:
+            stop = self._score_in_blocks(session, task, samples, record, done)
+        else:
+            self._score(session, task, self._ordered(samples, stage), len(samples), done)
         complete = record.model_copy(
             update={
+                **stop,
                 "status": "complete",
                 "elapsed_s": time.perf_counter() - started,
                 "journal_sha256": file_sha256(self.folder.scores(name)),
@@ -303,8 +331,58 @@ class _Evaluation:
         write_record(self.folder.task_record(name), complete)
         self._finish_stage(f"task:{name}", started)
 
-    def _score(self, session: Session, task: Task, todo: Sequence[Sample], total: int) -> None:
-        """Journal each score as it ends; every sample must get exactly one."""
+    def _ordered(self, samples: Sequence[Sample], stage: dict[str, Any]) -> Sequence[Sample]:
+        """Return the samples in the order in which they are evaluated."""
+        if stage["order_seed"] is None:
+            return samples
+        by_id = {sample.sample_id: sample for sample in samples}
+        return [by_id[i] for i in sample_order(list(by_id), stage["order_seed"])]
+
+    def _score_in_blocks(
+        self,
+        session: Session,
+        task: Task,
+        samples: Sequence[Sample],
+        record: TaskRecord,
+        done: Collection[str],
+    ) -> dict[str, Any]:
+        """Evaluate up to each look and stop when the policy's rules are decided; return the record's changes."""
+        policy = load_policy(self.spec["policy"], prefixes=self.spec["prefixes"])
+        plan = policy.sequential
+        if plan is None:
+            raise EngineError(f"task {task.name} was to stop early, but its policy has no looks")
+        baseline = load_baseline(Path(self.spec["baseline_dir"]))
+        ordered = self._ordered(samples, {"order_seed": plan.seed})
+        known = set(done)
+        stop: dict[str, Any] = {}
+        for look, size in enumerate(plan.sizes(len(samples)), 1):
+            self._score(session, task, ordered[:size], len(samples), known)
+            known |= {sample.sample_id for sample in ordered[:size]}
+            stop = {"sequential": plan.at(len(samples), look), "samples_expected": size}
+            seen = record.model_copy(update={**stop, "status": "complete"})
+            scores = replace(read_scores(record, self.folder.scores(task.name)), record=seen)
+            candidate = VariantEvidence(
+                name=self.spec["variant"],
+                result=read_record(self.folder.result, VariantResult),
+                artifact=read_record(self.folder.artifact, Artifact),
+                memory=None,
+                traces=(),
+                scores={task.name: scores},
+            )
+            if is_decided(policy, baseline, candidate, task.name):
+                break
+        return stop
+
+    def _score(
+        self,
+        session: Session,
+        task: Task,
+        samples: Sequence[Sample],
+        total: int,
+        done: Collection[str],
+    ) -> None:
+        """Journal each score as it ends, those done left out; every sample must get exactly one."""
+        todo = [sample for sample in samples if sample.sample_id not in done]
         open_ids = {sample.sample_id for sample in todo}
         context = TaskContext(
             variant_dir=self.folder.path,
@@ -335,6 +413,7 @@ class _Evaluation:
             name=name,
             fingerprint=fingerprint(stage["inputs"]),
             inputs=stage["inputs"],
+            started_s=time.time() - (time.perf_counter() - started),
             finished_at=now(),
             elapsed_s=time.perf_counter() - started,
         )

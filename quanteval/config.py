@@ -50,6 +50,7 @@ class RuntimeConfig:
 
     threads: int | None = None
     seed: int = 0
+    bench_rounds: int = 1
 
 
 @dataclass
@@ -70,9 +71,13 @@ class RunConfig:
     engine: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
     bench: dict[str, Any] = field(default_factory=dict)
-    gate: dict[str, Any] = field(default_factory=dict)
+    # Keys that a policy may leave out, so that they can be set on the command line for any of them.
+    gate: dict[str, Any] = field(
+        default_factory=lambda: {"sequential": False, "max_missing": 0.0, "alpha": 0.05}
+    )
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     trust: TrustConfig = field(default_factory=TrustConfig)
+    aa: bool = False
     output_root: str = "outputs"
     run_dir: str | None = None
 
@@ -176,10 +181,18 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
     bench = attempt(lambda: _component(plain["bench"], "bench", prefixes))
     policy = attempt(lambda: load_policy(plain["gate"], prefixes=prefixes))
     baseline = attempt(lambda: _baseline(config.baseline, plain["scheme"]))
+    if config.runtime.bench_rounds < 1:
+        attempt(
+            _raiser(f'runtime.bench_rounds: "{config.runtime.bench_rounds}" must be at least 1')
+        )
     if config.runtime.threads is not None and config.runtime.threads < 1:
         attempt(_raiser(f'runtime.threads: "{config.runtime.threads}" must be at least 1'))
     if baseline in schemes:
         schemes = {baseline: schemes.pop(baseline), **schemes}
+    again = f"{baseline}_again" if config.aa and baseline else ""
+    if again in schemes:
+        attempt(_raiser(f'scheme "{again}" has the name of the repeated baseline; rename it'))
+    other = attempt(lambda: _component(_other_batch(plain["engine"]), "engine", prefixes))
     return RunPlan(
         model=ModelRequest(config.model, **vars(config.model_options)),
         baseline=baseline or "",
@@ -188,12 +201,22 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
         tasks=tasks,
         bench=bench,
         policy=policy,
-        runtime=Runtime(config.runtime.threads, config.runtime.seed),
+        runtime=Runtime(**vars(config.runtime)),
         prefixes=prefixes,
+        again=again,
+        other_engine=other,
         output_root=Path(config.output_root),
         run_dir=Path(config.run_dir) if config.run_dir else None,
         config=plain,
     )
+
+
+def _other_batch(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine in another batch size, where it has one: what may differ in production."""
+    rows = engine.get("max_batch_rows")
+    if not isinstance(rows, int):
+        return dict(engine)
+    return {**engine, "max_batch_rows": rows // 2 if rows > 1 else 2}
 
 
 class _Attempts:

@@ -7,6 +7,7 @@ finding, or a policy under which nothing about quality was accepted, can each on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from quanteval import __version__
@@ -54,6 +55,52 @@ def decide(
             accepted += [f for f in found if f.required and f.outcome == "accept"]
     outcome, reason = _combine(findings, accepted)
     return _verdict(policy, baseline, candidate, outcome, reason, findings)
+
+
+def may_stop(policy: Policy, device: str, task: str, kind: str) -> bool:
+    """Return whether a task may end before all its samples are evaluated.
+
+    It needs a sequential policy and a required quality rule that decides on it, and no rule that takes
+    this task together with others.
+    """
+    if policy.sequential is None:
+        return False
+    rules = policy.rules_on(device).values()
+    if any(takes(task, kind) for rule in rules if (takes := getattr(rule, "takes_whole", None))):
+        return False
+    return any(
+        rule.is_quality
+        and rule.required
+        and task == (getattr(rule, "task", None) or task)
+        and kind == (getattr(rule, "kind", None) or kind)
+        for rule in rules
+    )
+
+
+def is_decided(
+    policy: Policy,
+    baseline: VariantEvidence,
+    candidate: VariantEvidence,
+    task: str,
+) -> bool:
+    """Return whether the samples so far decide a task: a required rule rejects, or all quality rules accept."""
+    if task not in baseline.scores:
+        return False
+    base = replace(baseline, scores={task: baseline.scores[task]})
+    context = RuleContext(policy.alpha)
+    accepted = []
+    for name, rule in policy.rules_on(_device(candidate)).items():
+        concerns = getattr(rule, "kind", None) or getattr(rule, "task", None)
+        if not (rule.required and rule.is_quality and concerns):
+            continue
+        for found in rule.check(name, base, candidate, context):
+            finding = _waive(found, policy, candidate.name)
+            if finding.task != task or finding.waived:
+                continue
+            if finding.outcome == "reject":
+                return True
+            accepted.append(finding.outcome == "accept")
+    return bool(accepted) and all(accepted)
 
 
 def _silent(name: str, rule: Rule) -> Finding:

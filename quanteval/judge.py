@@ -69,8 +69,11 @@ def find_variant(name: str, *, last: bool = False) -> StoredVariant:
     if not separator or "/" in variant:
         place, variant = name, ""
     run = find_run(place)
-    names = run.load_manifest().variants
-    chosen = variant or (names[-1] if last else names[0])
+    manifest = run.load_manifest()
+    names = [*manifest.variants, *filter(None, [manifest.again])]
+    if last and not variant:
+        variant = manifest.variants[-1]
+    chosen = variant or names[0]
     if chosen not in names:
         raise ConfigError(f'"{place}" has no variant "{chosen}"; {near(chosen, names)}')
     return StoredVariant(run, chosen, load_evidence(run, chosen))
@@ -126,22 +129,39 @@ def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> li
             )
         names = [candidate]
     baseline = load_evidence(run, manifest.baseline)
+    again = load_again(run)
     tasks = tuple(manifest.tasks)
-    return [decide(policy, baseline, load_evidence(run, variant), tasks=tasks) for variant in names]
+    return [
+        decide(policy, baseline, load_evidence(run, variant), tasks=tasks, again=again)
+        for variant in names
+    ]
+
+
+def load_again(run: RunDirectory) -> VariantEvidence | None:
+    """Return the evidence of the baseline's repetition, None when there is none that ended well."""
+    name = run.load_manifest().again
+    if not name or not run.variant(name).result.exists():
+        return None
+    found = load_evidence(run, name)
+    return found if found.result.status == "ok" else None
 
 
 def gate_pair(baseline: str, candidate: str, policy: str | None) -> Verdict:
     """Gate a variant of one run against a variant of another, when their conditions allow it."""
     first, second = find_variant(baseline), find_variant(candidate, last=True)
     tasks = tuple(second.run.load_manifest().tasks)
-    return decide(policy_of(second.run, policy), first.evidence, second.evidence, tasks=tasks)
+    again = load_again(first.run) if first.name == first.run.load_manifest().baseline else None
+    return decide(
+        policy_of(second.run, policy), first.evidence, second.evidence, tasks=tasks, again=again
+    )
 
 
 def load_run(run: RunDirectory) -> list[VariantEvidence]:
     """Load the evidence of every variant of a run, the baseline first."""
     manifest = run.load_manifest()
+    names = [manifest.variants[0], manifest.again, *manifest.variants[1:]]
     evidence = [
-        load_evidence(run, name) for name in manifest.variants if run.variant(name).result.exists()
+        load_evidence(run, name) for name in names if name and run.variant(name).result.exists()
     ]
     if not evidence:
         raise RecordError(f'"{run.path}" holds no variant yet')

@@ -19,7 +19,7 @@ from quanteval.records import Manifest, VariantResult, Verdict
 from quanteval.report import Table
 from quanteval.runplan import RunPlan
 from quanteval.store import RunDirectory, file_lock, fingerprint, write_record
-from quanteval.variant import RunContext, VariantWorker
+from quanteval.variant import RunContext, VariantWorker, jobs_of
 
 Notify = Callable[[str], None]
 
@@ -69,15 +69,31 @@ def execute(plan: RunPlan, notify: Notify, command: Sequence[str] = ()) -> RunOu
         write_record(run.manifest, manifest)
         notify(f"run: {run.path}")
         context = RunContext(plan, source, suites, run)
-        results = []
-        for index, name in enumerate(plan.variants, 1):
-            label = f"[{index}/{len(plan.variants)}] {name}"
-            results.append(VariantWorker(context, name, _prefixed(notify, label)).run())
+        jobs = jobs_of(plan)
+        workers = [
+            VariantWorker(context, job, _prefixed(notify, f"[{index}/{len(jobs)}] {job.name}"))
+            for index, job in enumerate(jobs, 1)
+        ]
+        results = [worker.run() for worker in workers]
+        results = _take_turns(workers, results)
         notify("gate")
         verdicts = judge(run, plan.policy) if len(plan.variants) > 1 else []
         store_verdicts(run, verdicts)
         table = report(run)
     return RunOutcome(run.path, tuple(results), tuple(verdicts), table)
+
+
+def _take_turns(
+    workers: Sequence[VariantWorker], results: Sequence[VariantResult]
+) -> list[VariantResult]:
+    """Measure the rounds of the bench, every variant once before any of them again."""
+    found = list(results)
+    rounds = max(len(worker.rounds) for worker in workers)
+    for number in range(1, rounds + 1):
+        for place, worker in enumerate(workers):
+            if worker.rounds and found[place].status == "ok":
+                found[place] = worker.run_round(number)
+    return found
 
 
 def _manifest(
@@ -102,6 +118,7 @@ def _manifest(
         baseline=plan.baseline,
         variants=list(plan.variants),
         tasks=list(plan.tasks),
+        again=plan.again,
         policy_name=plan.policy.name,
         policy=plan.config["gate"],
         environment=environment,

@@ -24,6 +24,7 @@ KEYS = (
     "version", "name", "description", "alpha", "max_missing", "sequential", "rules", "devices",
     "waivers",
 )  # fmt: skip
+OPTIONAL = ("max_missing", "sequential", "devices", "waivers", "description")
 VERSION = 1
 COMPLETENESS = "completeness"
 """The gate's own finding; no rule may take this name."""
@@ -69,8 +70,8 @@ class Policy:
 
     @property
     def sha256(self) -> str:
-        """Hash of the policy's content."""
-        return fingerprint(self.node)
+        """Hash of the policy's content; what is written out though it is the default changes nothing."""
+        return fingerprint({k: v for k, v in self.node.items() if v or k not in OPTIONAL})
 
     def rules_on(self, device: str) -> Mapping[str, Rule]:
         """Return the rules that hold on a device."""

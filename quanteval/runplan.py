@@ -34,10 +34,14 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How child processes run: numeric threads (None: one a usable core) and the seed."""
+    """How child processes run: numeric threads (None: one a usable core), the seed, and the bench's rounds.
+
+    With more than one round, all variants take turns: a process of its own for each, round by round.
+    """
 
     threads: int | None = None
     seed: int = 0
+    bench_rounds: int = 1
 
     @property
     def thread_count(self) -> int:
@@ -58,6 +62,10 @@ class RunPlan:
     policy: Policy
     runtime: Runtime
     prefixes: tuple[str, ...]
+    again: str
+    """Name of the baseline's repetition, '' for none."""
+    other_engine: Component[Engine]
+    """The engine that serves the repetition: the same in another batch size, where it has one."""
     output_root: Path
     run_dir: Path | None
     config: dict[str, Any]

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 from quanteval import __version__
 from quanteval.environment import cpu_model, now, package_versions, set_thread_variables
 from quanteval.errors import QuantevalError
-from quanteval.interfaces import ModelSource
+from quanteval.gate import may_stop
+from quanteval.interfaces import Engine, ModelSource
 from quanteval.models.cache import cache_dir
 from quanteval.records import StageRecord, VariantResult, VariantStatus
-from quanteval.runplan import RunPlan
+from quanteval.runplan import Component, RunPlan
 from quanteval.store import (
     RunDirectory,
     VariantDirectory,
@@ -50,6 +51,32 @@ class RunContext:
 
 
 @dataclass(frozen=True)
+class VariantJob:
+    """One variant to bring up to date: a scheme of the plan, or the baseline once more in other ways.
+
+    `order_seed` evaluates samples in the random order it draws instead of the suite's; `rounds` are the
+    interleaved rounds of the bench to be done by processes of their own (0: the bench is a stage like
+    the others, None: no bench).
+    """
+
+    name: str
+    scheme: str
+    engine: Component[Engine]
+    order_seed: int | None = None
+    rounds: int | None = 0
+
+
+def jobs_of(plan: RunPlan) -> list[VariantJob]:
+    """Return what a plan asks for, the baseline first and its repetition second."""
+    rounds = plan.runtime.bench_rounds if plan.runtime.bench_rounds > 1 else 0
+    jobs = [VariantJob(name, name, plan.engine, rounds=rounds) for name in plan.variants]
+    if plan.again:
+        repeated = VariantJob(plan.again, plan.baseline, plan.other_engine, plan.runtime.seed, None)
+        jobs.insert(1, repeated)
+    return jobs
+
+
+@dataclass(frozen=True)
 class Stage:
     """A stage to be done: its name, what it depends on, and (for tasks) its kind and suite inputs."""
 
@@ -57,6 +84,8 @@ class Stage:
     inputs: dict[str, Any]
     kind: str = ""
     suite_inputs: dict[str, Any] = field(default_factory=dict)
+    order_seed: int | None = None
+    sequential: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -67,20 +96,23 @@ class Stage:
 class VariantWorker:
     """Brings one variant's stages up to date through child processes."""
 
-    def __init__(self, context: RunContext, name: str, notify: Notify) -> None:
+    def __init__(self, context: RunContext, job: VariantJob, notify: Notify) -> None:
         self.plan = context.plan
         self.source = context.source
         self.run_dir = context.run
-        self.name = name
+        self.job = job
+        self.name = job.name
         self.notify = notify
-        self.folder: VariantDirectory = context.run.variant(name)
-        self.is_baseline = name == context.plan.baseline
+        self.folder: VariantDirectory = context.run.variant(job.name)
+        self.is_baseline = job.name == context.plan.baseline
         self.stages = self._stages(context.suites)
+        self.rounds = self._rounds()
 
     def run(self) -> VariantResult:
-        """Do the missing stages and return the stored result."""
-        kept = self._kept()
-        if len(kept) == len(self.stages):
+        """Do the missing stages, the rounds of the bench left out, and return the stored result."""
+        kept = self._kept(self.stages)
+        kept |= self._kept(self.rounds)
+        if all(stage.name in kept for stage in self.stages):
             self.notify("reused")
             return self._finish("ok", kept)
         self._finish("running", kept)
@@ -91,78 +123,120 @@ class VariantWorker:
                 self._child({"mode": "quantize", "artifact_dir": str(artifact_dir)})
             missing = [stage for stage in self.stages if stage.name not in kept]
             self.notify("serve, then " + ", ".join(stage.name for stage in missing[1:] or missing))
-            self._child(
-                {
-                    "mode": "evaluate",
-                    "artifact_dir": str(artifact_dir),
-                    "stages": [
-                        {
-                            "name": s.name,
-                            "kind": s.kind,
-                            "inputs": s.inputs,
-                            "suite_inputs": s.suite_inputs,
-                        }
-                        for s in self.stages
-                        if s.name not in kept or s.name == "artifact"
-                    ],
-                }
-            )
+            self._evaluate([s for s in self.stages if s.name not in kept or s.name == "artifact"])
         except _ChildFailedError as failure:
-            self.notify(f"{failure.status}: {failure}")
-            return self._finish(
-                failure.status, self._stored_stages(), str(failure), failure.exit_code
-            )
+            return self._failed(failure)
         except KeyboardInterrupt:
             self._finish("interrupted", self._stored_stages(), "interrupted by the user")
             raise
+        return self._done()
+
+    def run_round(self, number: int) -> VariantResult:
+        """Do one interleaved round of the bench unless it is there, and return the stored result."""
+        stage = self.rounds[number - 1]
+        kept = self._stored_stages()
+        result = self.folder.load_result()
+        if result is None or result.status != "ok" or stage.name in kept:
+            return result or self._finish("failed", kept, "it was never served")
+        self._finish("running", kept)
+        try:
+            self.notify(f"round {number} of {len(self.rounds)}")
+            self._evaluate([stage])
+        except _ChildFailedError as failure:
+            return self._failed(failure)
+        except KeyboardInterrupt:
+            self._finish("interrupted", self._stored_stages(), "interrupted by the user")
+            raise
+        return self._done()
+
+    def _evaluate(self, stages: Sequence[Stage]) -> None:
+        """Serve the artifact in a child process and do these stages there."""
+        self._child(
+            {
+                "mode": "evaluate",
+                "artifact_dir": str(self._artifact_dir()),
+                "stages": [vars(stage) for stage in stages],
+            }
+        )
+
+    def _failed(self, failure: _ChildFailedError) -> VariantResult:
+        self.notify(f"{failure.status}: {failure}")
+        return self._finish(failure.status, self._stored_stages(), str(failure), failure.exit_code)
+
+    def _done(self) -> VariantResult:
         result = self._finish("ok", self._stored_stages())
         for stage in result.stages.values():
-            if stage.reused_from is None:
+            # Rounds are worth something only beside the others of their own run.
+            if stage.reused_from is None and not stage.name.startswith("bench:"):
                 remember_stage(self.plan.output_root.absolute(), self.folder, stage)
         return result
 
     # ---- what there is to do
 
     def _stages(self, suites: Mapping[str, dict[str, Any]]) -> list[Stage]:
-        serving = self._serving_inputs(self.name)
+        serving = self._serving_inputs()
         stages = [Stage("artifact", serving)]
-        bench = self.plan.bench.object.fingerprint()
-        stages.append(Stage("bench", {"serving": serving, "bench": bench}))
+        if self.job.rounds == 0:
+            stages.append(Stage("bench", self._bench_inputs()))
         for name, task in self.plan.tasks.items():
             inputs = {"serving": serving, "suite": suites[name], "seed": self.plan.runtime.seed}
             if task.object.uses_baseline:
-                inputs["baseline"] = self._serving_inputs(self.plan.baseline)
-            stages.append(Stage(f"task:{name}", inputs, task.object.kind, suites[name]))
+                inputs["baseline"] = self._serving_inputs(of_baseline=True)
+            seed, sequential = self.job.order_seed, self._may_stop(name)
+            if sequential:
+                # Where a task stops depends on all of the policy.
+                inputs["sequential"] = self.plan.policy.sha256
+            if seed is not None:
+                inputs["order_seed"] = seed
+            kind = task.object.kind
+            stages.append(Stage(f"task:{name}", inputs, kind, suites[name], seed, sequential))
         return stages
 
-    def _artifact_inputs(self, name: str) -> dict[str, Any]:
+    def _rounds(self) -> list[Stage]:
+        """Return the interleaved rounds; each depends on who else takes turns in it."""
+        others = {name: fingerprint(self._artifact_inputs(name)) for name in self.plan.variants}
+        inputs = {**self._bench_inputs(), "in_turns_with": others}
+        numbers = range(1, (self.job.rounds or 0) + 1)
+        return [Stage(f"bench:{number}", {**inputs, "round": number}) for number in numbers]
+
+    def _bench_inputs(self) -> dict[str, Any]:
+        return {"serving": self._serving_inputs(), "bench": self.plan.bench.object.fingerprint()}
+
+    def _may_stop(self, task: str) -> bool:
+        policy, device = self.plan.policy, self.plan.engine.object.device
+        is_candidate = not self.is_baseline and self.name != self.plan.again
+        return is_candidate and may_stop(policy, device, task, self.plan.tasks[task].object.kind)
+
+    def _artifact_inputs(self, scheme: str) -> dict[str, Any]:
         return {
             "quanteval": __version__,
             "model": self.source.weights_digest,
             "revision": self.source.revision,
-            "scheme": self.plan.variants[name].node,
+            "scheme": self.plan.variants[scheme].node,
             "device": self.plan.engine.object.device,
             "packages": _result_packages(),
         }
 
-    def _serving_inputs(self, name: str) -> dict[str, Any]:
+    def _serving_inputs(self, *, of_baseline: bool = False) -> dict[str, Any]:
+        scheme = self.plan.baseline if of_baseline else self.job.scheme
+        engine = self.plan.engine if of_baseline else self.job.engine
         return {
-            "artifact": fingerprint(self._artifact_inputs(name)),
-            "engine": self.plan.engine.node,
-            "device": self.plan.engine.object.device,
+            "artifact": fingerprint(self._artifact_inputs(scheme)),
+            "engine": engine.node,
+            "device": engine.object.device,
             "cpu": cpu_model(),
             "threads": self.plan.runtime.thread_count,
             "packages": _result_packages(),
         }
 
     def _artifact_dir(self) -> Path:
-        return cache_dir() / "artifacts" / fingerprint(self._artifact_inputs(self.name))
+        return cache_dir() / "artifacts" / fingerprint(self._artifact_inputs(self.job.scheme))
 
-    def _kept(self) -> dict[str, StageRecord]:
+    def _kept(self, stages: Sequence[Stage]) -> dict[str, StageRecord]:
         """Return the finished stages with the right fingerprint, here or in another run."""
         here = self._stored_stages()
         kept = {}
-        for stage in self.stages:
+        for stage in stages:
             mine = here.get(stage.name)
             if mine is not None and mine.fingerprint == stage.fingerprint:
                 kept[stage.name] = mine
@@ -174,7 +248,7 @@ class VariantWorker:
         return kept
 
     def _stored_stages(self) -> dict[str, StageRecord]:
-        wanted = {stage.name: stage.fingerprint for stage in self.stages}
+        wanted = {stage.name: stage.fingerprint for stage in (*self.stages, *self.rounds)}
         result = self.folder.load_result()
         stored = result.stages if result else {}
         return {n: s for n, s in stored.items() if wanted.get(n) == s.fingerprint}
@@ -205,7 +279,7 @@ class VariantWorker:
         return result
 
     def _comparable(self, old: VariantResult | None) -> dict[str, Any]:
-        serving = self._serving_inputs(self.name)
+        serving = self._serving_inputs()
         kept = (
             {} if old is None else {k: v for k, v in old.comparable.items() if k == "batch_policy"}
         )
@@ -233,12 +307,13 @@ class VariantWorker:
             "variant_dir": str(self.folder.path),
             "baseline_dir": str(self.run_dir.variant(self.plan.baseline).path),
             "source": {**vars(self.source), "path": str(self.source.path)},
-            "scheme": self.plan.variants[self.name].node,
-            "scheme_name": self.name,
-            "engine": self.plan.engine.node,
+            "scheme": self.plan.variants[self.job.scheme].node,
+            "scheme_name": self.job.scheme,
+            "engine": self.job.engine.node,
             "bench": self.plan.bench.node,
             "tasks": {name: task.node for name, task in self.plan.tasks.items()},
-            "artifact_fingerprint": fingerprint(self._artifact_inputs(self.name)),
+            "artifact_fingerprint": fingerprint(self._artifact_inputs(self.job.scheme)),
+            "policy": self.plan.policy.node,
             "seed": self.plan.runtime.seed,
             "threads": self.plan.runtime.thread_count,
             "prefixes": self.plan.prefixes,

@@ -218,10 +218,10 @@ def goodput(traces: Sequence[RequestTrace], slo: Slo) -> dict[str, float | None]
 
 
 def _by_repetition(group: Sequence[RequestTrace]) -> list[list[RequestTrace]]:
-    runs: dict[int, list[RequestTrace]] = {}
+    runs: dict[tuple[int, int], list[RequestTrace]] = {}
     for trace in group:
-        runs.setdefault(trace.repetition, []).append(trace)
-    return [runs[repetition] for repetition in sorted(runs)]
+        runs.setdefault((trace.round, trace.repetition), []).append(trace)
+    return [runs[key] for key in sorted(runs)]
 
 
 # --------------------------------------------------------------------------- the steady state

@@ -151,7 +151,7 @@ def render_terminal(table: Table) -> str:
     out: list[str] = []
     out += _block("Size", _grid(table, SIZE))
     if any(column.key in row.cells for row in table.rows for column in _columns(table, SPEED)):
-        out += _block("Speed (indicative: one run each, not interleaved)", _grid(table, SPEED))
+        out += _block(f"Speed ({table.facts.get('timing', 'one run each')})", _grid(table, SPEED))
         out += wrap(f"  {_requests(table)}; intervals are in the Markdown, CSV and JSON tables", 4)
     for column in _columns(table, QUALITY):
         rows = [

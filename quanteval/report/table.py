@@ -10,6 +10,7 @@ import numpy as np
 
 from quanteval.errors import EvidenceError
 from quanteval.evidence import ScoreSet, VariantEvidence
+from quanteval.looks import stopped_early
 from quanteval.metrics.latency import Distribution, best_point, point, summarize
 from quanteval.metrics.quality import metrics_of
 from quanteval.records import Finding, Manifest, Verdict
@@ -100,8 +101,10 @@ def build_table(
         Column("reason", "main reason", "text", VERDICT),
     )
     by_candidate = {verdict.candidate: verdict for verdict in verdicts}
-    rows = tuple(_row(v, baseline, tasks, by_candidate.get(v.name)) for v in variants)
-    return Table(columns, rows, _facts(manifest, variants), _footnotes(variants))
+    rows = tuple(
+        _row(v, baseline, tasks, by_candidate.get(v.name), manifest.again) for v in variants
+    )
+    return Table(columns, rows, _facts(manifest, variants), _footnotes(manifest, variants))
 
 
 def _row(
@@ -109,15 +112,15 @@ def _row(
     baseline: VariantEvidence | None,
     tasks: Sequence[Column],
     verdict: Verdict | None,
+    again: str,
 ) -> Row:
     cells = {**dict(_size_cells(variant, baseline)), **dict(_speed_cells(variant, baseline))}
     for column in tasks:
         task, metric = column.key.split("/", 1)
         cells[column.key] = _quality_cell(variant, baseline, task, metric)
     is_baseline = baseline is not None and variant.name == baseline.name
-    cells["verdict"] = Cell(
-        "baseline" if is_baseline else verdict.outcome if verdict else "not gated"
-    )
+    role = "baseline" if is_baseline else "noise floor" if variant.name == again else "not gated"
+    cells["verdict"] = Cell(verdict.outcome if verdict else role)
     cells["reason"] = Cell(verdict.reason if verdict else "")
     result = variant.result
     return Row(variant.name, is_baseline, result.status, result.reason, cells)
@@ -281,6 +284,7 @@ def _facts(manifest: Manifest, variants: Sequence[VariantEvidence]) -> dict[str,
         "weights": first.weights_digest[:16] if first else "",
         "device": str(environment.get("cpu", "")),
         "threads": str(_comparable(variants, "threads")),
+        "timing": timing_text(variants),
         "batching": str(_comparable(variants, "batch_policy")),
         "versions": ", ".join(f"{k} {v}" for k, v in dict(environment.get("packages", {})).items()),
         "policy": manifest.policy_name,
@@ -295,13 +299,45 @@ def _comparable(variants: Sequence[VariantEvidence], key: str) -> Any:
     return "; ".join(sorted(values))
 
 
-def _footnotes(variants: Sequence[VariantEvidence]) -> tuple[str, ...]:
+def timing_text(variants: Sequence[VariantEvidence]) -> str:
+    """Return how the variants' timings were taken: in interleaved rounds, or one after the other; '' for none."""
+    timed = [v for v in variants if v.traces]
+    rounds = {max((t.round for t in v.traces), default=0) for v in timed}
+    if not timed:
+        return ""
+    if len(rounds) == 1 and (number := rounds.pop()):
+        return f"{number} interleaved rounds"
+    return "indicative: one run each, not interleaved"
+
+
+def _footnotes(manifest: Manifest, variants: Sequence[VariantEvidence]) -> tuple[str, ...]:
     notes = [
         "Intervals in square brackets are two-sided 95 %; those of latency quantiles are two one-sided 95 % bounds, "
         "left out where n is too small for one. n is what a value rests on.",
-        "Latency and throughput come from one run a variant, one after the other on this machine: "
-        "read their ratios as indicative.",
     ]
+    timing = timing_text(variants)
+    if timing.startswith("indicative"):
+        notes.append(
+            "Latency and throughput come from one run a variant, one after the other on this machine: "
+            "read their ratios as indicative."
+        )
+    elif timing:
+        notes.append(
+            f"Latency and throughput come from {timing}: every variant in a process of its own, all of them "
+            "once before any of them again."
+        )
+    if any(v.name == manifest.again for v in variants):
+        notes.append(
+            f"{manifest.again} is the baseline served and evaluated once more, in another batch size and order: "
+            "how far it strays from the baseline is the noise floor."
+        )
+    for v in variants:
+        notes += [
+            f"{v.name}, {task}: {s.record.samples_expected} of {s.record.sequential.samples_planned} samples, "
+            "then it was decided."
+            for task, s in v.scores.items()
+            if s.record.sequential is not None and stopped_early(s.record)
+        ]
     notes += [
         f"{v.name}: {v.result.status}, {v.result.reason}"
         for v in variants

@@ -216,8 +216,11 @@ def percent(share: float) -> str:
 
 
 def confidence(alpha: float) -> str:
-    """Return '95 %', with the decimals that the level needs: 99.95 % is not 100 %."""
-    return f"{100 * (1 - alpha):.6g} %"
+    """Return '95 %', with the decimals that the level needs: 99.95 % is not 100 %, and 95.9045 % is 95.9 %."""
+    share, digits = 100 * (1 - alpha), 0
+    while digits < 6 and abs(round(share, digits) - share) > alpha:
+        digits += 1
+    return f"{share:.{digits}f} %"
 
 
 def beside(value: float, limit: float, digits: int) -> str:

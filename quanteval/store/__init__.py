@@ -17,6 +17,7 @@ from quanteval.store.run import (
     RunDirectory,
     VariantDirectory,
     done_samples,
+    load_baseline,
     load_evidence,
     read_scores,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "file_lock",
     "file_sha256",
     "fingerprint",
+    "load_baseline",
     "load_evidence",
     "read_journal",
     "read_record",

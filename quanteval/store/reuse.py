@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quanteval.errors import RecordError
 from quanteval.records import StageRecord
+from quanteval.store.columns import columns_path
 from quanteval.store.files import write_atomic
 from quanteval.store.run import VariantDirectory
 
@@ -16,11 +17,12 @@ from quanteval.store.run import VariantDirectory
 def stage_files(folder: VariantDirectory, stage: str, kind: str = "") -> list[Path]:
     """Return what a stage wrote: files and folders, all inside the variant's folder."""
     if stage == "artifact":
-        return [folder.artifact]
+        return [folder.artifact, folder.memory]
     if stage == "bench":
         return [folder.traces, folder.memory]
     task = stage.removeprefix("task:")
-    return [folder.task_record(task), folder.scores(task), folder.path / kind / task]
+    scores = folder.scores(task)
+    return [folder.task_record(task), scores, columns_path(scores), folder.path / kind / task]
 
 
 def remember_stage(root: Path, folder: VariantDirectory, stage: StageRecord) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quanteval.records import (
     VariantResult,
     Verdict,
 )
+from quanteval.store.columns import load_columns, save_columns
 from quanteval.store.files import read_journal, read_record
 
 
@@ -126,6 +128,11 @@ def load_evidence(run: RunDirectory, variant: str) -> VariantEvidence:
     )
 
 
+def load_baseline(folder: Path) -> VariantEvidence:
+    """Read the evidence of the variant whose own folder (<run>/variants/<name>) this is."""
+    return load_evidence(RunDirectory(folder.parent.parent), folder.name)
+
+
 def done_samples(folder: VariantDirectory, task: str, stage_fingerprint: str) -> dict[str, Score]:
     """Return the scores a killed run left for exactly this stage, {} when there are none."""
     path = folder.task_record(task)
@@ -138,7 +145,18 @@ def done_samples(folder: VariantDirectory, task: str, stage_fingerprint: str) ->
 
 
 def read_scores(record: TaskRecord, path: Path) -> ScoreSet:
-    """Read a complete journal as columns. RecordError when it is not what the record says."""
+    """Read a journal as columns. RecordError when it is complete and not what the record says."""
+    if record.status == "complete":
+        stored = load_columns(path, record)
+        if stored is not None:
+            return stored
+    scores = _parse_scores(record, path)
+    if record.status == "complete":
+        save_columns(path, scores)
+    return scores
+
+
+def _parse_scores(record: TaskRecord, path: Path) -> ScoreSet:
     raw = path.read_bytes() if path.exists() else b""
     if record.status == "complete" and hashlib.sha256(raw).hexdigest() != record.journal_sha256:
         raise RecordError(f'"{path}" was changed after it was completed: run the task again')
@@ -165,6 +183,8 @@ def read_scores(record: TaskRecord, path: Path) -> ScoreSet:
             finish_reason=tuple(row["finish_reason"] for row in rows),
             output_tokens=np.array([int(row["output_tokens"]) for row in rows], dtype=np.int64),
             outcome=tuple(row.get("outcome", "") for row in rows),
+            problem_ids=_if_any(row.get("problem_id", "") for row in rows),
+            output_sha256=_if_any(_text_hash(row.get("output")) for row in rows),
             numbers={
                 name: np.array([float(row.get("numbers", {}).get(name, "nan")) for row in rows])
                 for name in names
@@ -179,6 +199,19 @@ def read_scores(record: TaskRecord, path: Path) -> ScoreSet:
         )
     except (TypeError, ValueError) as error:
         raise RecordError(f'"{path}" holds a value that is not a number: {error}') from None
+
+
+def _if_any(column: Iterable[str]) -> tuple[str, ...]:
+    """Return a column, or nothing where all of it is empty."""
+    values = tuple(column)
+    return values if any(values) else ()
+
+
+def _text_hash(text: str | None) -> str:
+    """Return a hash that tells outputs apart, '' where there is none."""
+    if text is None:
+        return ""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 _SCORE_COLUMNS = (
