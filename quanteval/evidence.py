@@ -44,6 +44,8 @@ class ScoreSet:
     """Hash of each output's text, '' for none; empty when the task has no outputs."""
     numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     series: Mapping[str, tuple[NDArray[np.float64], ...]] = field(default_factory=dict)
+    attempts: int = 1
+    """How many runs each value is the mean of."""
 
 
 @dataclass(frozen=True)

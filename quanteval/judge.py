@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quanteval.attempts import Attempt, remember, with_earlier
 from quanteval.errors import ConfigError, EvidenceError, RecordError
 from quanteval.evidence import VariantEvidence
 from quanteval.gate import decide
@@ -131,10 +132,24 @@ def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> li
     baseline = load_evidence(run, manifest.baseline)
     again = load_again(run)
     tasks = tuple(manifest.tasks)
-    return [
-        decide(policy, baseline, load_evidence(run, variant), tasks=tasks, again=again)
-        for variant in names
-    ]
+    verdicts = []
+    for name in names:
+        attempt = with_earlier(Attempt(run, baseline, load_evidence(run, name)))
+        verdicts.append(
+            decide(policy, attempt.baseline, attempt.candidate, tasks=tasks, again=again)
+        )
+    return verdicts
+
+
+def remember_attempts(run: RunDirectory) -> None:
+    """Note a run's candidates as attempts at their questions, so that no later one starts afresh."""
+    manifest = run.load_manifest()
+    baseline = load_evidence(run, manifest.baseline)
+    for name in manifest.variants:
+        if name != manifest.baseline and run.variant(name).result.exists():
+            candidate = load_evidence(run, name)
+            if baseline.result.status == candidate.result.status == "ok":
+                remember(Attempt(run, baseline, candidate))
 
 
 def load_again(run: RunDirectory) -> VariantEvidence | None:
@@ -150,9 +165,10 @@ def gate_pair(baseline: str, candidate: str, policy: str | None) -> Verdict:
     """Gate a variant of one run against a variant of another, when their conditions allow it."""
     first, second = find_variant(baseline), find_variant(candidate, last=True)
     tasks = tuple(second.run.load_manifest().tasks)
+    joined = with_earlier(Attempt(second.run, first.evidence, second.evidence))
     again = load_again(first.run) if first.name == first.run.load_manifest().baseline else None
     return decide(
-        policy_of(second.run, policy), first.evidence, second.evidence, tasks=tasks, again=again
+        policy_of(second.run, policy), joined.baseline, joined.candidate, tasks=tasks, again=again
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from quanteval.environment import cpu_model, describe_environment, now
 from quanteval.interfaces import ModelSource
-from quanteval.judge import judge, report, store_verdicts
+from quanteval.judge import judge, remember_attempts, report, store_verdicts
 from quanteval.models import resolve_model
 from quanteval.records import Manifest, VariantResult, Verdict
 from quanteval.report import Table
@@ -77,6 +77,7 @@ def execute(plan: RunPlan, notify: Notify, command: Sequence[str] = ()) -> RunOu
         results = [worker.run() for worker in workers]
         results = _take_turns(workers, results)
         notify("gate")
+        remember_attempts(run)
         verdicts = judge(run, plan.policy) if len(plan.variants) > 1 else []
         store_verdicts(run, verdicts)
         table = report(run)

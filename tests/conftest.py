@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def tiny_source(tiny_folder):
     from quanteval.models import resolve_model
 
     return resolve_model(str(tiny_folder))
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_attempts(own_cache):
+    """Forget the attempts of other tests: each asks its own question."""
+    shutil.rmtree(own_cache / "quanteval" / "attempts", ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -325,6 +325,7 @@ def _seen(c: Comparison, x: FloatArray, y: FloatArray) -> str:
     worse, better = int((x > y).sum()), int((x < y).sum())
     before, after = percent(float(x.mean())), percent(float(y.mean()))
     samples = len(c.pairs.sample_ids)
+    samples *= c.cand.attempts
     n = f"n={len(x)}" if samples == len(x) else f"n={len(x)} problems, {samples} samples"
     return f"{c.task}: {before} -> {after} ({n}, {worse} worse, {better} better)"
 

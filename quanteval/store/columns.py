@@ -69,7 +69,7 @@ def load_columns(journal: Path, record: TaskRecord) -> ScoreSet | None:
             head = from_json(file["head"].tobytes())
             if head["version"] != VERSION or head["journal"] != _stamp(journal, record):
                 return None
-            texts = {name: tuple(head["texts"][name]) for name in _TEXTS}
+            texts: dict[str, Any] = {name: tuple(head["texts"][name]) for name in _TEXTS}
             return ScoreSet(
                 record=record,
                 value=file["value"],
