@@ -6,18 +6,17 @@ finding, or a policy under which nothing about quality was accepted, can each on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from quanteval import __version__
+from quanteval.comparability import incomparable
 from quanteval.environment import now
 from quanteval.evidence import Rule, RuleContext, VariantEvidence
 from quanteval.looks import stopped_early
 from quanteval.policy import COMPLETENESS, Policy
 from quanteval.records import VERDICT_EXIT_CODES, Finding, Verdict, VerdictOutcome
 from quanteval.stats import holm
-from quanteval.store import canonical_json
 
 SEVERITY: tuple[VerdictOutcome, ...] = (
     "error",
@@ -132,38 +131,6 @@ def _not_measured(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
         if status != "ok":
             return f"the {role} {evidence.name} is {status}: {evidence.result.reason or 'it did not finish'}"
     return ""
-
-
-def incomparable(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
-    """Name the conditions in which two variants differ beyond their schemes; '' when there are none."""
-    for evidence in (baseline, candidate):
-        if not evidence.result.comparable:
-            return f"the conditions of {evidence.name} were not recorded"
-    differing = _differences(baseline.result.comparable, candidate.result.comparable)
-    for task in sorted(set(baseline.scores) & set(candidate.scores)):
-        first, second = baseline.scores[task].record, candidate.scores[task].record
-        if first.kind != second.kind:
-            differing.append(f"task {task}: kind ({first.kind} and {second.kind})")
-        if first.fingerprint != second.fingerprint:
-            names = _differences(first.inputs, second.inputs) or ["fingerprint"]
-            differing += [f"task {task}: {name}" for name in names]
-    return "; ".join(differing)
-
-
-def _differences(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "") -> list[str]:
-    out: list[str] = []
-    for key in sorted({*first, *second}):
-        a, b = first.get(key), second.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            out += _differences(a, b, f"{path}{key}.")
-        elif canonical_json(a) != canonical_json(b):
-            out.append(f"{path}{key} ({_short(a)} and {_short(b)})")
-    return out
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _completeness(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from quanteval.comparability import incomparable
 from quanteval.errors import ConfigError, EvidenceError
 from quanteval.evidence import ScoreSet, VariantEvidence
-from quanteval.gate import incomparable
 from quanteval.metrics.quality import Metric, metrics_of
 from quanteval.records import Score
 from quanteval.report.render import cell_text

@@ -42,7 +42,6 @@ from quanteval.stats import (
 from quanteval.stats.sequential import betting_loss
 
 POWER = 0.8
-UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class NonInferiority:
         worst = test
         if c.pairs.missing:
             # What is missing counts against the candidate where it could help it.
-            worst = self._test(c, *_with_missing(c.pairs, x, y), c.alpha)
+            worst = self._test(c, *with_missing(c.pairs, x, y), c.alpha)
         outcome: Outcome = "inconclusive"
         if worst.accepted and not test.rejected:
             outcome = "accept"
@@ -172,7 +171,9 @@ class NonInferiority:
         remark = (
             "" if noise is None or self.margin.is_relative else noise.remark(test.loss, test.margin)
         )
-        sentence = _sentence(c, x, y, test, worst.upper, outcome, needed, margin=self.margin)
+        sentence = judged_text(
+            _seen(c, x, y), test, worst.upper, outcome, needed, margin=self.margin
+        )
         return Finding(
             rule=c.rule,
             required=self.required,
@@ -227,7 +228,7 @@ def paired_units(base: ScoreSet, cand: ScoreSet, pairs: Pairs) -> tuple[FloatArr
     return pairs.means(x), pairs.means(y)
 
 
-def _with_missing(pairs: Pairs, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
+def with_missing(pairs: Pairs, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the units with every missing sample as right in the baseline and wrong in the candidate."""
     counts = np.bincount(pairs.problems, minlength=pairs.n).astype(np.float64)
     rows = {problem: row for row, problem in enumerate(pairs.problem_ids)}
@@ -330,22 +331,15 @@ def _seen(c: Comparison, x: FloatArray, y: FloatArray) -> str:
     return f"{c.task}: {before} -> {after} ({n}, {worse} worse, {better} better)"
 
 
-def _sentence(
-    c: Comparison,
-    x: FloatArray,
-    y: FloatArray,
-    test: Test,
-    upper: float,
-    outcome: Outcome,
-    needed: int | None,
-    *,
-    margin: Margin,
+def judged_text(
+    seen: str, test: Test, upper: float, outcome: Outcome, needed: int | None, *, margin: Margin
 ) -> str:
+    """Return the sentence of a judged loss; `upper` is the bound that decides on acceptance."""
     unit = RELATIVE if margin.is_relative else POINTS
     sure, limit = confidence(test.alpha), 100 * test.margin
     agreed = f"the margin of {limit:g} {'%' if margin.is_relative else unit}"
     loss, least, most = (beside(100 * v, limit, 1) for v in (test.loss, test.lower, upper))
-    seen = f"{_seen(c, x, y)}, loss {loss} {unit}"
+    seen = f"{seen}, loss {loss} {unit}"
     if outcome == "accept":
         return f"{seen}, at most {most} with {sure} confidence: within {agreed}"
     if outcome == "reject":
@@ -357,5 +351,5 @@ def _sentence(
     )
     return (
         f"{seen}, between {least} and {most} with {sure} confidence each: "
-        f"{UNDECIDED} at {agreed}, {more}"
+        f"undecided at {agreed}, {more}"
     )

@@ -109,7 +109,7 @@ def test_unequal_suites_are_not_comparable_and_are_named():
     record = code.record.model_copy(update={"fingerprint": "x", "inputs": {"version": "2"}})
     found = verdict(dataclasses.replace(code, record=record), *rest)
     assert found.outcome == "not_comparable"
-    assert "task code: version (1 and 2)" in found.reason
+    assert "task code, not the same suite or prompts: version (1 and 2)" in found.reason
 
 
 def test_a_task_that_was_to_run_and_is_missing_is_an_error():

@@ -94,7 +94,7 @@ def test_a_task_of_another_kind_is_not_comparable():
     other = dataclasses.replace(GOOD, record=GOOD.record.model_copy(update={"kind": "choice"}))
     found = decide(policy, make.variant("base", GOOD), make.variant("cand", other))
     assert found.outcome == "not_comparable"
-    assert "task code: kind (code and choice)" in found.reason
+    assert "task code, not the same suite or prompts: kind (code and choice)" in found.reason
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_a_comparison_names_conditions_that_differ_and_shows_foreign_names_harml
     other = {**make.CONDITIONS, "threads": 1}
     odd = make.scores("\x1b[2Jtask", values=[1, 0, 1])
     text = comparison_text(make.variant("a", odd), make.variant("b", odd, comparable=other))
-    assert text.splitlines()[1] == "not measured alike: threads (2 and 1)"
+    assert text.splitlines()[1] == "not measured alike: measured on different hardware or threads: threads (2 and 1)"
     assert "\x1b" not in text
     rating = make.scores(kind="rating", values=[1, 0, 1])
     text = comparison_text(make.variant("a", make.scores()), make.variant("b", rating))
