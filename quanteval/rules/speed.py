@@ -16,16 +16,17 @@ from typing import Literal
 import numpy as np
 
 from quanteval.evidence import RuleContext, VariantEvidence
-from quanteval.metrics.latency import (
-    best_point,
-    e2e_s,
-    steady_requests,
-    summarize,
-    tpot_s,
-    ttft_s,
-)
+from quanteval.metrics.latency import best_point, summarize
 from quanteval.records import Finding, Outcome, RequestTrace
 from quanteval.rules._common import bare, beside, check_alpha, confidence
+from quanteval.rules._rounds import (
+    failed_requests,
+    interleaving,
+    latencies,
+    oddity,
+    rounds_at,
+    steady_of,
+)
 from quanteval.stats import (
     clopper_pearson_bound,
     early_stopping_queries,
@@ -33,6 +34,8 @@ from quanteval.stats import (
     quantile_ratio,
     throughput_ratio,
 )
+
+__all__ = ["LatencyLimit", "Speed", "SpeedMetric", "interleaving"]
 
 SpeedMetric = Literal[
     "output_tps", "request_rate", "stream_tps",
@@ -42,69 +45,8 @@ SpeedMetric = Literal[
 ]  # fmt: skip
 UNITS = {"output_tps": "tokens/s", "request_rate": "requests/s", "stream_tps": "tokens/s"}
 """Units of the rates, of which more is better; everything else is seconds."""
-LATENCIES = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}
 SINGLE_STREAM = "single_stream"
 ADVICE = "run with runtime.bench_rounds=5"
-
-
-# --------------------------------------------------------------------------- rounds
-
-
-def rounds_of(evidence: VariantEvidence) -> dict[int, list[RequestTrace]]:
-    """Return the traces of each round by its number (0: a run without rounds); a round without traces is there too."""
-    rounds: dict[int, list[RequestTrace]] = {
-        number: [] for stage in evidence.result.stages if (number := _round_number(stage))
-    }
-    for trace in evidence.traces:
-        rounds.setdefault(trace.round, []).append(trace)
-    return {number: rounds[number] for number in sorted(rounds)}
-
-
-def _round_number(stage: str) -> int:
-    kind, _, number = stage.partition(":")
-    return int(number) if kind == "bench" and number.isdecimal() else 0
-
-
-def interleaving(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
-    """Return '' when the rounds of two variants took turns, otherwise the reason why they did not.
-
-    They did when both have the same rounds, measured in this run, and in order of time the 1st and 2nd, the 3rd
-    and 4th, ... are one round of each, of the same number; which of the two comes first may change.
-    """
-    numbers = {side.name: list(rounds_of(side)) for side in (baseline, candidate)}
-    if all(n in ([], [0]) for n in numbers.values()):
-        return "one run each, not interleaved"
-    starts: list[tuple[float, int, str]] = []
-    for evidence in (baseline, candidate):
-        for number in numbers[evidence.name]:
-            stage = evidence.result.stages.get(f"bench:{number}")
-            which = f"round {number} of {evidence.name}"
-            if number == 0:
-                return f"{evidence.name} has requests of no round"
-            if stage is None:
-                return f"{which} was not finished"
-            if stage.reused_from is not None:
-                return f"{which} was measured in another run"
-            if not 0 < stage.started_s < math.inf:
-                return f"when {which} began is not recorded"
-            starts.append((stage.started_s, number, evidence.name))
-    if numbers[baseline.name] != numbers[candidate.name]:
-        counts = " and ".join(f"{name} has {_listed(n)}" for name, n in numbers.items())
-        return f"{counts}: not the same rounds"
-    starts.sort()
-    for first, second in zip(starts[::2], starts[1::2], strict=True):
-        if first[1] != second[1] or first[2] == second[2] or first[0] == second[0]:
-            came = "began with" if first[0] == second[0] else "was followed by"
-            return f"round {first[1]} of {first[2]} {came} round {second[1]} of {second[2]}"
-    return ""
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    word = "round" if len(numbers) == 1 else "rounds"
-    return f"{word} {', '.join(str(n) for n in numbers)}" if numbers else "no rounds"
-
-
-# --------------------------------------------------------------------------- what was measured
 
 
 @dataclass(frozen=True)
@@ -119,40 +61,6 @@ class Arm:
     """Why this must not be compared, '' when it may."""
 
 
-def _ended_well(trace: RequestTrace) -> bool:
-    return trace.status == "ok" and bool(trace.chunk_times_s)
-
-
-def _steady(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
-    """Return the steady requests of one load point of one round; failed ones are among them."""
-    runs: dict[int, list[RequestTrace]] = {}
-    for trace in traces:
-        runs.setdefault(trace.repetition, []).append(trace)
-    return [trace for run in runs.values() for trace in steady_requests(run)]
-
-
-def _latencies(kind: str, traces: Sequence[RequestTrace]) -> list[float]:
-    """Return the latencies of requests that ended well; a request of one chunk has no TPOT."""
-    of = LATENCIES[kind]
-    found = (of(trace) for trace in traces if _ended_well(trace))
-    return [value for value in found if value is not None]
-
-
-def _at(evidence: VariantEvidence, load_point: str) -> dict[int, list[RequestTrace]]:
-    rounds = rounds_of(evidence)
-    return {n: [t for t in traces if t.load_point == load_point] for n, traces in rounds.items()}
-
-
-def _failed(rounds: Mapping[int, Sequence[RequestTrace]]) -> list[RequestTrace]:
-    return [t for group in rounds.values() for t in group if not t.warmup and not _ended_well(t)]
-
-
-def _odd(values: Sequence[float]) -> str:
-    """Name the first value that is no duration or rate, '' when all are."""
-    bad = next((value for value in values if not 0 < value < math.inf), None)
-    return "" if bad is None else f"it is {bad:g}"
-
-
 # --------------------------------------------------------------------------- speed against the baseline's
 
 
@@ -160,12 +68,12 @@ def _odd(values: Sequence[float]) -> str:
 class Speed:
     """Keep a timing on its side of a ratio to the baseline's: `min_ratio` for rates, `max_ratio` for latencies.
 
-    Rates (output_tps, request_rate, stream_tps) give one value a round, compared by Welch's t on the logarithms;
-    they need no more. Latency quantiles are bounded twice: by the order statistics of all steady requests joined
-    on the log scale, which assume nothing of the distribution but take requests for independent, and by Welch's t on the
-    logarithms of each round's own quantile, which takes only rounds for independent. The wider bound decides on each
-    side: the first alone would ignore that requests of a round depend on each other, the second alone would trust
-    a normal approximation of a few tails. Both must agree, so neither needs a correction of its level.
+    Rates (output_tps, request_rate, stream_tps) give one value a round, compared by Welch's t on the logarithms.
+    Latency quantiles are bounded twice: by the order statistics of all steady requests joined on the log scale,
+    which assume nothing of the distribution but take requests for independent, and by Welch's t on the logarithms of
+    each round's own quantile, which takes only rounds for independent. The wider bound decides on each side: the
+    first alone would ignore that requests of a round depend on each other, the second alone would trust a normal
+    approximation of a few tails. Since both must agree, neither needs a correction of its level.
 
     `load_point` is by default 'single_stream' for latencies and stream_tps, and for output_tps and request_rate
     the one with the highest output tokens/s of the baseline that both have. Quantiles that have too few requests on
@@ -246,12 +154,11 @@ class Speed:
 
     def _arm(self, evidence: VariantEvidence, load_point: str) -> Arm | None:
         """Return what a variant measured, None when no round has the metric."""
-        rounds = _at(evidence, load_point)
-        failed = _failed(rounds)
+        rounds = rounds_at(evidence, load_point)
+        failed = failed_requests(rounds)
         if failed:
             return Arm(problem=f"{len(failed)} of its requests failed")
-        arm = self._rates(rounds) if self.is_rate else self._quantiles(rounds)
-        return arm if arm is None or arm.problem else arm
+        return self._rates(rounds) if self.is_rate else self._quantiles(rounds)
 
     def _rates(self, rounds: Mapping[int, Sequence[RequestTrace]]) -> Arm | None:
         found: dict[int, float | None] = {}
@@ -262,17 +169,17 @@ class Speed:
         values = tuple(value for value in found.values() if value is not None)
         if not values:
             return None
-        if problem := _missing(found) or _odd(values):
+        if problem := _missing(found) or oddity(values):
             return Arm(problem=problem)
         return Arm(values, value=math.exp(float(np.mean(np.log(values)))))
 
     def _quantiles(self, rounds: Mapping[int, Sequence[RequestTrace]]) -> Arm | None:
         kind, q = self._quantile
-        found = {n: _latencies(kind, _steady(traces)) for n, traces in rounds.items()}
+        found = {n: latencies(kind, steady_of(traces)) for n, traces in rounds.items()}
         pooled = tuple(value for values in found.values() for value in values)
         if not pooled:
             return None
-        if problem := _missing(found) or _odd(pooled):
+        if problem := _missing(found) or oddity(pooled):
             return Arm(problem=problem)
         values = tuple(float(np.quantile(values, q)) for values in found.values())
         return Arm(values, pooled, float(np.quantile(pooled, q)))
@@ -361,23 +268,19 @@ class Speed:
     def _outcome(self, lower: float, upper: float, alpha: float) -> tuple[Outcome, str]:
         sure = f"with {confidence(alpha)} confidence"
         low, high = (f"{beside(bound, self.limit, 2)}x" for bound in (lower, upper))
-        above, below = f"at least {low} {sure})", f"at most {high} {sure})"
-        if lower > self.limit:
-            return ("accept", f"{above}: meets {self.wanted}") if self.is_rate else (
-                "reject", f"{above}: misses {self.wanted}"
-            )  # fmt: skip
-        if upper < self.limit:
-            return ("reject", f"{below}: misses {self.wanted}") if self.is_rate else (
-                "accept", f"{below}: meets {self.wanted}"
-            )  # fmt: skip
-        told = f"between {low} and {high} {sure} each): undecided at {self.wanted}"
-        return "inconclusive", f"{told}, more rounds would narrow it"
+        if not (lower > self.limit or upper < self.limit):
+            told = f"between {low} and {high} {sure} each): undecided at {self.wanted}"
+            return "inconclusive", f"{told}, more rounds would narrow it"
+        seen = f"at least {low}" if lower > self.limit else f"at most {high}"
+        meets = (lower > self.limit) == self.is_rate
+        verb = "meets" if meets else "misses"
+        return ("accept" if meets else "reject"), f"{seen} {sure}): {verb} {self.wanted}"
 
 
 def _missing(found: Mapping[int, object]) -> str:
-    """Name the first round that has no value, '' when all have one."""
+    """Name the first round without a value (a rate that is None, no latencies), '' when all have one."""
     lacks = next((n for n, value in found.items() if value is None or value == []), None)
-    return "" if lacks is None else f"round {lacks} has no request in a steady state"
+    return "" if lacks is None else f"it has no value in round {lacks}"
 
 
 # --------------------------------------------------------------------------- an absolute limit
@@ -387,11 +290,11 @@ def _missing(found: Mapping[int, object]) -> str:
 class LatencyLimit:
     """Keep the share of requests slower than `limit_s` at or below 1 - `percentile`, for the candidate alone.
 
-    The misses among all steady requests of a load point (default 'single_stream') are counted; a failed
-    request is a miss, in a steady state or not. Accepted when there are as many requests as `early_stopping_queries`
-    asks for at that count, which is when the exact upper bound of the share of misses (Clopper and Pearson) is at most
-    1 - percentile; rejected when the exact lower bound is above it. Both at `confidence`, and both take requests
-    for independent; nothing is compared, so rounds need not take turns.
+    The misses among all steady requests of a load point (default 'single_stream') are counted. A failed request is a
+    miss, in a steady state or not; one without a TPOT (a single chunk) is not counted. Accepted when there are as
+    many requests as `early_stopping_queries` asks for at that count, which is when the exact upper bound of the share
+    of misses (Clopper and Pearson) is at most 1 - percentile; rejected when the exact lower bound is above it. Both
+    are at `confidence` and take requests for independent. Nothing is compared, so rounds need not take turns.
     """
 
     metric: Literal["ttft", "tpot", "e2e"]
@@ -420,16 +323,16 @@ class LatencyLimit:
     ) -> list[Finding]:
         """Return one finding; `n` is the requests counted, `estimate` the share of them that missed the limit."""
         point = self.load_point or SINGLE_STREAM
-        rounds = _at(candidate, point)
+        rounds = rounds_at(candidate, point)
         where = f"{self.metric} at {point} of {candidate.name}"
-        steady = [trace for traces in rounds.values() for trace in _steady(traces)]
-        values, failed = _latencies(self.metric, steady), len(_failed(rounds))
+        steady = [trace for traces in rounds.values() for trace in steady_of(traces)]
+        values, failed = latencies(self.metric, steady), len(failed_requests(rounds))
         n = len(values) + failed
         if not n:
             outcome: Outcome = "invalid" if self.required else "skipped"
             sentence = f"{where} was not measured"
             return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]
-        if problem := _odd(values):
+        if problem := oddity(values):
             sentence = f"{where} says nothing: {problem}"
             return [bare(name, required=self.required, outcome="invalid", sentence=sentence)]
         misses = failed + sum(value > self.limit_s for value in values)
@@ -450,19 +353,19 @@ class LatencyLimit:
             "accept": f"shown to be at most {share} {sure}",
             "reject": f"more than {share} {sure}",
             "inconclusive": f"not shown to be at most {share}: {needed} requests would decide "
-            f"if {'none' if not misses else f'no more than {misses}'} of them took longer",
+            f"if {'none' if not misses else f'no more than {misses}'} of them missed it",
         }[outcome]
-        lost = f", {failed} of them failed" if failed else ""
+        lost = f" ({failed} failed)" if failed else ""
         return Finding(
             rule=name,
             required=self.required,
             outcome=outcome,
-            sentence=f"{where}: {misses} of {n} requests took longer than {self.limit_s:g} s{lost}, {told}",
+            sentence=f"{where}: {misses} of {n} requests missed {self.limit_s:g} s{lost}, {told}",
             metric=self.metric,
             unit="share",
             method="exact binomial (early-stopping counts)",
             n=n,
-            candidate_value=float(np.quantile(values, self.percentile)) if values else None,
+            candidate_value=None if failed else float(np.quantile(values, self.percentile)),
             estimate=misses / n,
             lower=lower,
             upper=clopper_pearson_bound(misses, n, alpha, "upper"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,7 +10,7 @@ from quanteval.evidence import RuleContext, VariantEvidence
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import confidence
 from quanteval.rules.budget import Budget, ByteMetric
-from quanteval.rules.speed import ADVICE, UNITS, Speed, SpeedMetric
+from quanteval.rules.speed import Speed, SpeedMetric
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,14 @@ class Benefit:
     load_point: str | None = None
 
     def __post_init__(self) -> None:
-        if self.is_timing:
-            self.rule(None)
-        elif self.min_ratio is not None or self.load_point is not None:
-            raise ValueError(f'metric "{self.metric}": give max_ratio and no load_point')
-        else:
-            self.rule(None)
-        ratio = self.max_ratio if self.max_ratio is not None else self.min_ratio or 0.0
-        if ratio == 1 or (ratio > 1) == (self.max_ratio is not None):
-            wanted = "below" if self.max_ratio is not None else "above"
-            raise ValueError(
-                f'ratio "{ratio}" is no benefit of {self.metric}: it must be {wanted} 1'
-            )
+        given = (self.max_ratio is None, self.min_ratio is None, self.load_point is None)
+        if not self.is_timing and given != (False, True, True):
+            raise ValueError(f'metric "{self.metric}": give max_ratio and nothing else')
+        self.rule(None)
+        if self.max_ratio is not None and not self.max_ratio < 1:
+            raise ValueError(f'max_ratio "{self.max_ratio}" is no benefit: it must be below 1')
+        if self.min_ratio is not None and not self.min_ratio > 1:
+            raise ValueError(f'min_ratio "{self.min_ratio}" is no benefit: it must be above 1')
 
     @property
     def is_timing(self) -> bool:
@@ -105,22 +102,19 @@ class WorthIt:
         ]
 
 
-def _any_of(outcomes: list[Outcome]) -> Outcome:
-    """Combine: one shown is enough; what is missing altogether must be shown of every one."""
-    for outcome in ("accept", "invalid", "inconclusive"):
-        if outcome in outcomes:
-            return outcome
-    return "reject"
+def _any_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Combine: one shown is enough, and that there is none must be shown of every one."""
+    order: tuple[Outcome, ...] = ("accept", "invalid", "inconclusive")
+    return next((outcome for outcome in order if outcome in outcomes), "reject")
 
 
-def _sentence(outcome: Outcome, found: list[Finding]) -> str:
-    deciding = [f.sentence for f in found if f.outcome == outcome]
-    told = "; ".join(deciding)
-    if outcome == "accept":
-        return f"worth it: {told}"
-    if outcome == "reject":
-        return f"not worth it: {told}"
-    if outcome == "invalid":
-        return f"whether it is worth it cannot be said: {told}"
-    rest = "; ".join(f.sentence for f in found)
-    return f"not shown to be worth it: {rest}"
+def _sentence(outcome: Outcome, found: Sequence[Finding]) -> str:
+    start = {
+        "accept": "worth it",
+        "invalid": "whether it is worth it cannot be said",
+        "inconclusive": "not shown to be worth it",
+        "reject": "not worth it",
+    }[outcome]
+    # What is undecided is undecided because of all of them; else those that decide suffice.
+    told = [f.sentence for f in found if outcome in ("inconclusive", f.outcome)]
+    return f"{start}: {'; '.join(told)}"

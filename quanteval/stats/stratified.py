@@ -142,10 +142,9 @@ def _multiplier(strata: Sequence[_Stratum], hi: float, target: float, squared_z:
         else:
             low = kappa
         step = kappa - excess / slope if slope > 0.0 else low
-        new = step if low < step < high else 0.5 * (low + high)
-        if abs(new - kappa) <= 4e-15 * kappa or excess == 0.0:
-            return new
-        kappa = new
+        if excess == 0.0 or abs(step - kappa) <= 4e-15 * kappa or high - low <= 4e-15 * high:
+            return kappa
+        kappa = step if low < step < high else 0.5 * (low + high)
     return kappa
 
 
