@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from quanteval.errors import EvidenceError
-from quanteval.evidence import ScoreSet, VariantEvidence
+from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
 from quanteval.looks import stopped_early
 from quanteval.metrics.latency import Distribution, best_point, point, summarize
 from quanteval.metrics.quality import metrics_of
 from quanteval.records import Finding, Manifest, Verdict
+from quanteval.rules._rounds import interleaving, rounds_of
+from quanteval.rules.speed import Speed, SpeedMetric
 from quanteval.stats import clustered_ratio, score_interval
 
 
@@ -164,16 +166,31 @@ def _speed_cells(
         yield from _quantile_cells("ttft", single.ttft)
         yield from _quantile_cells("tpot", single.tpot)
         yield "tps_1", Cell(single.stream_tps, n=single.steady_requests)
-        if base_single is not None:
-            yield "tps_1_ratio", Cell(_ratio(single.stream_tps, base_single.stream_tps))
+        if baseline is not None and base_single is not None:
+            seen = Cell(_ratio(single.stream_tps, base_single.stream_tps))
+            yield "tps_1_ratio", _over_rounds("stream_tps", baseline, variant) or seen
     best, base_best = best_point(summaries), best_point(base)
     if best is not None:
         yield (
             "tps_best",
             Cell(best.output_tps, n=best.steady_requests, note=f"at {best.concurrency}"),
         )
-        if base_best is not None:
-            yield "tps_best_ratio", Cell(_ratio(best.output_tps, base_best.output_tps))
+        if baseline is not None and base_best is not None:
+            seen = Cell(_ratio(best.output_tps, base_best.output_tps))
+            yield "tps_best_ratio", _over_rounds("output_tps", baseline, variant) or seen
+
+
+def _over_rounds(
+    metric: SpeedMetric, baseline: VariantEvidence, variant: VariantEvidence
+) -> Cell | None:
+    """Return a ratio of speeds with its interval where interleaved rounds allow one, else None."""
+    if variant.name == baseline.name:
+        return None
+    rule = Speed(metric, min_ratio=1.0, alpha=0.025, min_rounds=2)
+    (found,) = rule.check("", baseline, variant, RuleContext())
+    if found.lower is None:
+        return None
+    return Cell(found.estimate, found.lower, found.upper, found.n)
 
 
 def _quantile_cells(name: str, found: Distribution) -> Iterator[tuple[str, Cell]]:
@@ -302,12 +319,13 @@ def _comparable(variants: Sequence[VariantEvidence], key: str) -> Any:
 def timing_text(variants: Sequence[VariantEvidence]) -> str:
     """Return how the variants' timings were taken: in interleaved rounds, or one after the other; '' for none."""
     timed = [v for v in variants if v.traces]
-    rounds = {max((t.round for t in v.traces), default=0) for v in timed}
     if not timed:
         return ""
-    if len(rounds) == 1 and (number := rounds.pop()):
-        return f"{number} interleaved rounds"
-    return "indicative: one run each, not interleaved"
+    reasons = [why for v in timed[1:] if (why := interleaving(timed[0], v))]
+    rounds = len(rounds_of(timed[0]))
+    if reasons or len(timed) < 2:
+        return f"indicative: {reasons[0]}" if reasons else "one variant alone"
+    return f"{rounds} interleaved rounds"
 
 
 def _footnotes(manifest: Manifest, variants: Sequence[VariantEvidence]) -> tuple[str, ...]:

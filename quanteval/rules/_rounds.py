@@ -47,7 +47,7 @@ def interleaving(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
         (side.result.stages[f"bench:{n}"].started_s, n, i) for i, side in enumerate(sides) for n in base
     )  # fmt: skip
     for (at, n, i), (next_at, next_n, next_i) in zip(starts[::2], starts[1::2], strict=True):
-        if at == next_at or n != next_n or i == next_i:
+        if at == next_at or n != next_n:
             came = "began with" if at == next_at else "was followed by"
             return f"round {n} of {sides[i].name} {came} round {next_n} of {sides[next_i].name}"
     return ""

@@ -169,7 +169,9 @@ class Speed:
         values = tuple(value for value in found.values() if value is not None)
         if not values:
             return None
-        if problem := _missing(found) or oddity(values):
+        if problem := _missing([n for n, value in found.items() if value is None]) or oddity(
+            values
+        ):
             return Arm(problem=problem)
         return Arm(values, value=math.exp(float(np.mean(np.log(values)))))
 
@@ -179,7 +181,7 @@ class Speed:
         pooled = tuple(value for values in found.values() for value in values)
         if not pooled:
             return None
-        if problem := _missing(found) or oddity(pooled):
+        if problem := _missing([n for n, values in found.items() if not values]) or oddity(pooled):
             return Arm(problem=problem)
         values = tuple(float(np.quantile(values, q)) for values in found.values())
         return Arm(values, pooled, float(np.quantile(pooled, q)))
@@ -218,13 +220,13 @@ class Speed:
             margin=self.limit,
         )
         unit = UNITS.get(self.metric, "s")
-        seen = (
-            f"{where} {base.value:.4g} -> {cand.value:.4g} {unit} ({beside(ratio, self.limit, 2)}x"
-        )
+        seen = f"{where} {_figure(base.value)} -> {_figure(cand.value)} {unit} ({beside(ratio, self.limit, 2)}x"
         if doubts:
             mark = "" if in_turns else "indicative: "
             advice = "" if in_turns else f"; {ADVICE}"
-            told = f"{seen}, {mark}{'; '.join(doubts)}): undecided at {self.wanted}{advice}"
+            told = (
+                f"{seen}, {mark}{'; '.join(doubts)}): undecided whether it is {self.wanted}{advice}"
+            )
             return finding.model_copy(update={"sentence": told})
         lower, upper = self._bounds(base, cand, ratio, alpha)
         outcome, told = self._outcome(lower, upper, alpha)
@@ -269,7 +271,7 @@ class Speed:
         sure = f"with {confidence(alpha)} confidence"
         low, high = (f"{beside(bound, self.limit, 2)}x" for bound in (lower, upper))
         if not (lower > self.limit or upper < self.limit):
-            told = f"between {low} and {high} {sure} each): undecided at {self.wanted}"
+            told = f"between {low} and {high} {sure} each): undecided whether it is {self.wanted}"
             return "inconclusive", f"{told}, more rounds would narrow it"
         seen = f"at least {low}" if lower > self.limit else f"at most {high}"
         meets = (lower > self.limit) == self.is_rate
@@ -277,10 +279,14 @@ class Speed:
         return ("accept" if meets else "reject"), f"{seen} {sure}): {verb} {self.wanted}"
 
 
-def _missing(found: Mapping[int, object]) -> str:
-    """Name the first round without a value (a rate that is None, no latencies), '' when all have one."""
-    lacks = next((n for n, value in found.items() if value is None or value == []), None)
-    return "" if lacks is None else f"it has no value in round {lacks}"
+def _figure(value: float) -> str:
+    """Return a rate or a time with four digits, and never with an exponent where it is large."""
+    return f"{value:.4g}" if value < 9999.5 else f"{value:.0f}"
+
+
+def _missing(rounds: Sequence[int]) -> str:
+    """Name the first of the rounds that have no value, '' when there are none."""
+    return f"it has no value in round {rounds[0]}" if rounds else ""
 
 
 # --------------------------------------------------------------------------- an absolute limit

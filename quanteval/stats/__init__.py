@@ -7,9 +7,11 @@ worse; every bound is one-sided at level 1 - alpha unless it is called an interv
 from quanteval.stats.clustered import (
     BootstrapBounds,
     ClusterEstimate,
+    ClusterQuantile,
     bootstrap_ratio,
     cluster_mean,
     cluster_sums,
+    clustered_quantile,
     clustered_ratio,
     log_perplexity_ratio,
 )
@@ -74,6 +76,7 @@ from quanteval.stats.sequential import (
     obrien_fleming_spent,
     sequential_design,
 )
+from quanteval.stats.stratified import stratified_bound, stratified_loss, stratified_score
 from quanteval.stats.timing import (
     RatioBounds,
     early_stopping_queries,
@@ -87,6 +90,7 @@ __all__ = [
     "BettingTest",
     "BootstrapBounds",
     "ClusterEstimate",
+    "ClusterQuantile",
     "Interval",
     "NonInferiority",
     "OperatingCharacteristics",
@@ -106,6 +110,7 @@ __all__ = [
     "clopper_pearson_interval",
     "cluster_mean",
     "cluster_sums",
+    "clustered_quantile",
     "clustered_ratio",
     "detectable_drop",
     "early_stopping_queries",
@@ -140,6 +145,9 @@ __all__ = [
     "score_bound",
     "score_interval",
     "sequential_design",
+    "stratified_bound",
+    "stratified_loss",
+    "stratified_score",
     "tango_bound",
     "tango_interval",
     "tango_p",

@@ -2,7 +2,8 @@
 
 Everything that is not a bounded difference per item goes through here: log-perplexity differences, mean divergence,
 shares of tokens, unbounded metrics. The cluster is the unit; treating tokens as independent would understate the
-uncertainty several times over. Quantiles and shares of independent items are in `intervals`.
+uncertainty several times over. Quantiles of the values in clusters are here too; those of independent items, and shares
+of them, are in `intervals`.
 """
 
 from __future__ import annotations
@@ -120,6 +121,62 @@ def cluster_sums(values: ArrayLike, labels: Sequence[Hashable]) -> tuple[FloatAr
     index = np.array([position.setdefault(label, len(position)) for label in labels])
     sums = np.bincount(index, weights=x).astype(np.float64)
     return sums, np.bincount(index).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class ClusterQuantile:
+    """A quantile over all values of all clusters with one-sided bounds, each at level 1 - alpha.
+
+    A bound that so few clusters or values cannot give is infinite (`lower` = -inf, `upper` = inf).
+    """
+
+    estimate: float
+    lower: float
+    upper: float
+    q: float
+    alpha: float
+    clusters: int
+    n: int
+
+
+def clustered_quantile(
+    series: Sequence[ArrayLike], q: float, alpha: float = 0.05
+) -> ClusterQuantile:
+    """Return the q-quantile over the values of all clusters, one vector a cluster (the tokens of a document).
+
+    Woodruff, JASA 47 (1952): the share of values up to the estimate is a ratio over clusters with the standard error
+    SE of `clustered_ratio`, and the bounds are the sample quantiles at q -+ t(D - 1) SE, infinite when that leaves
+    (0, 1). A quantile is the smallest value that has at least the share q at or below it. SE is taken no smaller than
+    sqrt(q (1 - q)/n), that of n independent values: ties and clusters that happen to agree would make it 0.
+    Ask for 10 clusters or more; a far quantile of few, unlike clusters rests on the worst of them and its upper bound
+    then fails up to twice as often as alpha. Raises `ValueError` for fewer than two clusters, an empty one and NaN.
+    """
+    probability("q", q)
+    level_alpha(alpha)
+    if len(series) < 2:
+        raise ValueError(f"'series' holds {len(series)} clusters; at least 2 needed")
+    values = [finite_vector(f"series[{j}]", x) for j, x in enumerate(series)]
+    ordered = np.sort(np.concatenate(values))
+    n, clusters = ordered.size, len(values)
+
+    def quantile(share: float) -> float:
+        rank = math.ceil(share * n - 1e-9)  # a hair of slack: 0.07 * 100 is above 7
+        return float(ordered[min(n, max(1, rank)) - 1])
+
+    estimate = quantile(q)
+    below = [float(np.count_nonzero(x <= estimate)) for x in values]
+    ratio = clustered_ratio(below, [float(x.size) for x in values], alpha)
+    se = max(ratio.se, math.sqrt(q * (1.0 - q) / n))
+    reach = se * -float(stdtrit(clusters - 1, alpha))
+    return ClusterQuantile(
+        estimate=estimate,
+        lower=quantile(q - reach) if q > reach else -math.inf,
+        upper=quantile(q + reach) if q + reach < 1.0 else math.inf,
+        q=q,
+        alpha=alpha,
+        clusters=clusters,
+        n=n,
+    )
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,11 @@ flip rate, up to the grid on which that maximum is searched (refined around its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betainc, gammaln, xlog1py, xlogy
+from scipy.special import betainc, gammaln, ndtri, xlog1py, xlogy
 
 from quanteval.stats._checks import (
     FloatArray,
@@ -31,7 +30,10 @@ Region = NDArray[np.int64]
 """region[c] is the largest b inside for c fixed pairs, -1 for none."""
 
 _TIE = 1e-9  # tables of equal z differ by rounding alone; the distinct values near a critical one are wider apart
-_REACH_SD = 9.0  # beyond nine standard deviations a binomial holds less than 1e-17
+_FULL, _SCAN = (
+    34.0,
+    18.5,
+)  # what is below exp(-34) = 2e-15 or exp(-18.5) = 1e-8 is left out of a probability
 
 
 def accept_region(n: int, margin: float, z_limit: float) -> Region:
@@ -57,19 +59,54 @@ def region_probability(region: Region, n: int, broken: float, fixed: float) -> f
     """
     if broken < 0.0 or fixed < 0.0 or broken + fixed > 1.0 + 1e-12:
         raise ValueError(f"P(broken)='{broken}' and P(fixed)='{fixed}' are not shares of one whole")
-    half = _REACH_SD * float(np.sqrt(n * fixed * (1.0 - fixed))) + 40.0
-    first, last = max(0, int(n * fixed - half)), min(n, int(n * fixed + half))
-    c = np.arange(first, last + 1)
-    log_choose = gammaln(n + 1.0) - gammaln(c + 1.0) - gammaln(n - c + 1.0)
-    weight = np.exp(log_choose + xlogy(c, fixed) + xlog1py(n - c, -fixed))
-    share = min(1.0, broken / (1.0 - fixed)) if fixed < 1.0 else 0.0
-    limit = region[first : last + 1]
-    trials = n - c
-    whole = limit >= trials
-    partial = ~whole & (limit >= 0)
-    tail = np.where(whole, 1.0, 0.0)
-    tail[partial] = betainc(trials[partial] - limit[partial], limit[partial] + 1.0, 1.0 - share)
-    return min(1.0, float(weight @ tail))
+    return float(_probabilities(region, n, np.array([broken]), np.array([fixed]), _FULL)[0])
+
+
+@lru_cache(maxsize=64)
+def _log_choose(n: int) -> FloatArray:
+    c = np.arange(n + 1)
+    return np.asarray(gammaln(n + 1.0) - gammaln(c + 1.0) - gammaln(n - c + 1.0))
+
+
+def _reach(variance: FloatArray, nats: float) -> FloatArray:
+    """Return the distance from its mean beyond which a binomial holds less than exp(-nats) (Bernstein)."""
+    return np.asarray(nats / 3.0 + np.sqrt(nats * nats / 9.0 + 2.0 * nats * variance))
+
+
+def _probabilities(
+    region: Region, n: int, broken: FloatArray, fixed: FloatArray, nats: float
+) -> FloatArray:
+    """Return P(b <= region[c]) for each pair of probabilities, leaving out terms below exp(-nats).
+
+    The values of c that matter lie in one flat array, those of each pair of probabilities in a run: the incomplete beta
+    function costs most, and one call serves all.
+    """
+    half = _reach(n * fixed * (1.0 - fixed), nats)
+    first = np.maximum(0, np.floor(n * fixed - half)).astype(np.int64)
+    length = np.minimum(n, np.ceil(n * fixed + half)).astype(np.int64) - first + 1
+    start = np.cumsum(length) - length
+    c = np.arange(int(length.sum())) + np.repeat(first - start, length)
+    share = np.where(
+        fixed < 1.0, np.minimum(1.0, broken / np.where(fixed < 1.0, 1.0 - fixed, 1.0)), 0.0
+    )
+    p_c, p_b = np.repeat(fixed, length), np.repeat(share, length)
+    log_weight = _log_choose(n)[c] + xlogy(c, p_c) + xlog1py(n - c, -p_c)
+    limit, trials = region[c], n - c
+    over = limit + 0.5 > trials * p_b
+    tail = np.where((limit >= trials) | ((limit >= 0) & over), 1.0, 0.0)
+    open_ = np.flatnonzero((limit >= 0) & (limit < trials) & (log_weight > -nats))
+    limit, trials, p_b = limit[open_], trials[open_], p_b[open_]
+    # Chernoff's bound of what is missing to the 0 or 1 in place: beyond the nearest count outside, or up to the limit
+    count = limit + over[open_]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        apart = xlogy(count, count / (trials * p_b)) + xlogy(
+            trials - count, (trials - count) / (trials * (1.0 - p_b))
+        )
+    close = ~(apart - log_weight[open_] > nats)
+    limit, trials, p_b = limit[close], trials[close], p_b[close]
+    tail[open_[close]] = betainc(trials - limit, limit + 1.0, 1.0 - p_b)
+    weight = np.exp(log_weight)
+    return np.minimum(1.0, np.add.reduceat(weight * tail, start))
 
 
 @lru_cache(maxsize=64)
@@ -86,42 +123,50 @@ def _flip_rates(n: int, margin: float) -> FloatArray:
 
 def region_size(region: Region, n: int, margin: float) -> float:
     """Return the largest probability of the region over all flip rates when the drop equals the margin."""
+    return _worst(region, n, margin)[0]
 
-    def at(flip_rate: float) -> float:
-        return region_probability(
-            region, n, max(0.0, flip_rate + margin) / 2.0, max(0.0, flip_rate - margin) / 2.0
-        )
 
+def _at(region: Region, n: int, margin: float, flip_rates: FloatArray, nats: float) -> FloatArray:
+    broken = np.maximum(0.0, flip_rates + margin) / 2.0
+    return _probabilities(region, n, broken, np.maximum(0.0, flip_rates - margin) / 2.0, nats)
+
+
+def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
+    """Return the largest probability of the region over the flip rates, and the flip rate that has it.
+
+    A scan of the grid to about 1e-8, then the highest peaks in full precision: twice nine points between the neighbours
+    and the vertex of the parabola through the best three.
+    """
     grid = _flip_rates(n, margin)
-    values = np.array([at(float(f)) for f in grid])
-    best = float(values.max())
+    values = _at(region, n, margin, grid, _SCAN)
     padded = np.concatenate(([-1.0], values, [-1.0]))
     peaks = np.flatnonzero((padded[1:-1] >= padded[:-2]) & (padded[1:-1] >= padded[2:]))
-    for i in peaks[np.argsort(values[peaks])[::-1][:3]]:
-        if values[i] < 0.9 * best:
-            break
-        low, high = float(grid[max(0, i - 1)]), float(grid[min(grid.size - 1, i + 1)])
-        best = max(best, _maximum(at, low, high))
-    return best
-
-
-def _maximum(f: Callable[[float], float], low: float, high: float) -> float:
-    """Return the largest value of f that a golden-section search between low and high meets."""
-    ratio = 0.6180339887498949
-    x1, x2 = high - ratio * (high - low), low + ratio * (high - low)
-    f1, f2 = f(x1), f(x2)
-    best = max(f1, f2)
-    for _ in range(20):
-        if f1 >= f2:
-            high, x2, f2 = x2, x1, f1
-            x1 = high - ratio * (high - low)
-            f1 = f(x1)
-        else:
-            low, x1, f1 = x1, x2, f2
-            x2 = low + ratio * (high - low)
-            f2 = f(x2)
-        best = max(best, f1, f2)
-    return best
+    peaks = peaks[np.argsort(values[peaks])[::-1][:3]]
+    peaks = peaks[values[peaks] >= 0.9 * values[peaks[0]]]
+    low, high = grid[np.maximum(peaks - 1, 0)], grid[np.minimum(peaks + 1, grid.size - 1)]
+    best, where = -1.0, 0.0
+    for last in (False, True):
+        points = np.linspace(low, high, 9)
+        found = _at(region, n, margin, points.T.ravel(), _FULL).reshape(peaks.size, 9).T
+        column = np.arange(peaks.size)
+        top = np.argmax(found, axis=0)
+        inner = np.clip(top, 1, 7)
+        if last:
+            left, middle, right = (found[inner + k, column] for k in (-1, 0, 1))
+            bend = left - 2.0 * middle + right
+            shift = np.where(
+                bend < 0.0, 0.5 * (left - right) / np.where(bend < 0.0, bend, 1.0), 0.0
+            )
+            vertex = points[inner, column] + np.clip(shift, -1.0, 1.0) * (high - low) / 8.0
+            points, found = (
+                np.vstack((points, vertex)),
+                np.vstack((found, _at(region, n, margin, vertex, _FULL))),
+            )
+        index = np.unravel_index(int(np.argmax(found)), found.shape)
+        if found[index] > best:
+            best, where = float(found[index]), float(points[index])
+        low, high = points[inner - 1, column], points[inner + 1, column]
+    return best, where
 
 
 def _affordable(n: int) -> None:
@@ -161,24 +206,42 @@ def exact_critical_z(n: int, margin: float, alpha: float = 0.05) -> float:
     margin_inside(margin, -1.0, 1.0)
     level_alpha(alpha)
 
-    def within(z: float) -> bool:
-        return region_size(accept_region(n, margin, z + _TIE), n, margin) <= alpha
+    aim, worst = float(ndtri(alpha)), [1.0]
+
+    def size(z: float) -> float:
+        """The size of the region up to z; where it is above alpha, some flip rate's probability above alpha."""
+        region = accept_region(n, margin, z + _TIE)
+        known = float(_at(region, n, margin, np.array(worst), _FULL).max())
+        if known > alpha:  # most regions that are too large show it where the last one was worst
+            return known
+        largest, where = _worst(region, n, margin)
+        worst[:] = [*worst[-4:], where]
+        return largest
 
     low, high = tango_z(0, n, n, margin), 0.0
-    if not within(low):
+    if size(low) > alpha:
         return -np.inf
+    guess, step = aim, 0
     while high - low > 1e-3:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if within(middle) else (low, middle)
-    # `low` is within but need not be attained; between the two, walk over the values that tables attain
+        found = size(guess)
+        low, high = (guess, high) if found <= alpha else (low, guess)
+        # the normal scale makes the size nearly straight; aim past the root, so that the bracket closes
+        past = 4e-4 if found <= alpha else -4e-4
+        guess += aim - float(ndtri(found)) + past if 0.0 < found < 1.0 else 0.0
+        step += 1
+        if step > 8 or not low < guess < high:
+            guess = 0.5 * (low + high)
+    # `low` is within but need not be attained: walk over the values of tables, from the last one up to it
     inner, outer = accept_region(n, margin, low + _TIE), accept_region(n, margin, high + _TIE)
     c = np.repeat(np.arange(n + 1), outer - inner)
     b = np.concatenate([np.arange(i + 1, o + 1) for i, o in zip(inner, outer, strict=True)])
-    candidates = np.append(low, np.unique(tango_z_table(b, c, n, margin)))
+    some = np.flatnonzero(inner >= 0)
+    last = float(tango_z_table(inner[some], some, n, margin).max())
+    candidates = np.append(last, np.unique(tango_z_table(b, c, n, margin)))
     good, bad = 0, candidates.size
     while bad - good > 1:
         index = (good + bad) // 2
-        good, bad = (index, bad) if within(float(candidates[index])) else (good, index)
+        good, bad = (index, bad) if size(float(candidates[index])) <= alpha else (good, index)
     return float(candidates[good]) + 0.5 * _TIE
 
 

@@ -117,7 +117,7 @@ def _rise(strata: Sequence[_Stratum], kappa: float, hi: float) -> tuple[float, f
 
 
 def _multiplier(strata: Sequence[_Stratum], hi: float, target: float, squared_z: float) -> float:
-    """Return kappa at which the weighted mean has risen by `target`, or kappa times the rise is `squared_z` if positive.
+    """Return kappa at which the weighted mean has risen by `target`; if `squared_z` > 0, kappa times the rise is that.
 
     Both grow with kappa. The rise is at least hi - mean - n/kappa, which bounds kappa from above. Newton's method
     within a bracket; where the rise is flat or has a kink, bisection.
@@ -126,11 +126,10 @@ def _multiplier(strata: Sequence[_Stratum], hi: float, target: float, squared_z:
     n = sum(s.n for s in strata)
     low, high = 0.0, (n + squared_z) / (room - target)
     variance = _rise(strata, 0.0, hi)[1]
-    if variance > 0.0:
+    kappa = 0.5 * high
+    if variance > 0.0:  # the rise begins with this slope
         start = math.sqrt(squared_z / variance) if squared_z > 0.0 else target / variance
-    else:
-        start = high
-    kappa = start if 0.0 < start < high else 0.5 * high
+        kappa = min(start, kappa)
     for _ in range(300):
         rise, slope = _rise(strata, kappa, hi)
         if squared_z > 0.0:
@@ -141,7 +140,7 @@ def _multiplier(strata: Sequence[_Stratum], hi: float, target: float, squared_z:
             high = kappa
         else:
             low = kappa
-        step = kappa - excess / slope if slope > 0.0 else low
+        step = kappa - excess / slope if slope > 0.0 else -kappa
         if excess == 0.0 or abs(step - kappa) <= 4e-15 * kappa or high - low <= 4e-15 * high:
             return kappa
         kappa = step if low < step < high else 0.5 * (low + high)
@@ -166,14 +165,15 @@ def stratified_score(
 ) -> float:
     """Return the score statistic z of the hypothesis "the weighted mean of the strata is the margin".
 
-    `strata` holds one vector of differences within [lo, hi] a stratum, of any lengths n_t; `weights` one positive number
-    W_t each, normalised to sum 1. With Dhat = sum W_t mean_t, z = (Dhat - m)/sqrt(sum W_t^2 V_t/n_t), where the
-    variances V_t belong to the nonparametric likelihood constrained to sum W_t m_t = m, the limit beyond m being part of
-    every support. One multiplier kappa tilts stratum t by lam_t = kappa W_t/n_t, which makes its mean
-    m_t = max(root of sum g_i/(1 + lam_t g_i) with g_i = m_t - d_i, hi - 1/lam_t); kappa solves sum W_t m_t = m. Then
-    m_t - mean_t = lam_t V_t, hence z^2 = kappa (m - Dhat). For one stratum it is `bounded_score`. p = Phi(z) tests "the
-    weighted mean is at least m". Raises `ValueError` for no strata, an empty one, NaN, values beyond the limits, weights
-    that are not positive and a margin not strictly inside the limits.
+    `strata` holds one vector of differences within [lo, hi] a stratum, of any lengths n_t; `weights` one positive
+    number W_t each, normalised to sum 1. With Dhat = sum W_t mean_t, z = (Dhat - m)/sqrt(sum W_t^2 V_t/n_t). The
+    variances V_t belong to the nonparametric likelihood constrained to sum W_t m_t = m, the limit beyond m being part
+    of every support. One multiplier kappa tilts stratum t by lam_t = kappa W_t/n_t, which makes its mean m_t the larger
+    of the root of sum g_i/(1 + lam_t g_i) = 0, g_i = m_t - d_i, and hi - 1/lam_t; kappa solves sum W_t m_t = m. Then
+    m_t - mean_t = lam_t V_t, hence z^2 = kappa (m - Dhat), which is what is computed; the mirror image for Dhat > m.
+    For one stratum it is `bounded_score`. p = Phi(z) tests "the weighted mean is at least m". Raises `ValueError` for
+    no strata, an empty one, NaN, values beyond the limits, weights that are not positive and a margin not strictly
+    inside the limits.
     """
     return _z(_strata(strata, weights, lo, hi), margin_inside(margin, lo, hi), hi, lo)
 
@@ -212,9 +212,9 @@ def stratified_loss(
     """Judge the weighted mean over strata of baseline - variant by its margin, with `stratified_score`.
 
     One pair of vectors a stratum, one pair of scores in [0, 1] an item (or a problem, its samples averaged). Weights
-    proportional to the sizes give the drop over all items, equal weights the mean of the tasks' drops. `n` of the result
-    counts all items; `broken` and `fixed` are totals, None unless all scores are 0 or 1. Raises `ValueError` as
-    `stratified_score` does, and for strata that cannot be paired.
+    proportional to the sizes give the drop over all items, equal weights the mean of the tasks' drops. `n` of the
+    result counts all items; `broken` and `fixed` are totals, None unless all scores are 0 or 1. Raises `ValueError`
+    as `stratified_score` does, and for strata that cannot be paired.
     """
     if len(baseline) != len(variant):
         raise ValueError(

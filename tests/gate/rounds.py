@@ -29,7 +29,8 @@ def requests(ttfts, gaps=0.01, load_point="single_stream", **changes) -> list[Re
 
 def rate(tps, load_point="single_stream") -> list[RequestTrace]:
     """Return three requests with `tps` output tokens/s, overall and each stream; half as many requests/s."""
-    return requests([1 / tps] * 3, 1 / tps, load_point)
+    step = 1 / float(tps)
+    return requests([step] * 3, step, load_point)
 
 
 def stage(name, started_s, reused_from=None) -> StageRecord:

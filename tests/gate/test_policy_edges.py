@@ -114,15 +114,18 @@ def test_a_rule_that_says_nothing_does_not_pass():
     assert found.reason == "silent: the rule returned no finding"
 
 
+MANY = make.scores(values=np.ones(400))
+
+
 @pytest.mark.parametrize(
     ("rule", "change"),
     [
         ("scheme_ran", {"artifact": make.artifact(4, effective_bits=16)}),
-        ("sample_status", {"status": ("error",) + ("ok",) * 199}),
-        ("sample_status", {"status": ("timeout",) * 20 + ("ok",) * 180}),
-        ("sample_status", {"status": ("truncated",) * 40 + ("ok",) * 160}),
-        ("output_length", {"output_tokens": np.full(200, 60)}),
-        ("weight_memory", {"memory": make.memory(16_000)}),
+        ("sample_status", {"status": ("error",) + ("ok",) * 399}),
+        ("sample_status", {"status": ("timeout",) * 40 + ("ok",) * 360}),
+        ("sample_status", {"status": ("truncated",) * 80 + ("ok",) * 320}),
+        ("output_length", {"output_tokens": np.full(400, 60)}),
+        ("worth_it", {"memory": make.memory(16_000)}),
     ],
 )
 def test_every_guard_of_the_strict_policy_fails_a_release_on_its_own(rule, change):
@@ -131,14 +134,38 @@ def test_every_guard_of_the_strict_policy_fails_a_release_on_its_own(rule, chang
     others = (make.perplexity(nll), make.divergence(np.full(20, 0.5), np.full(20, 99)))
     columns = {k: v for k, v in change.items() if k in ("status", "output_tokens")}
     parts = {k: v for k, v in change.items() if k not in columns}
-    base = make.variant("base", GOOD, *others)
-    good = decide(policy, base, make.variant("cand", GOOD, *others))
+    base, again = (make.variant(name, MANY, *others) for name in ("base", "base_again"))
+    good = decide(policy, base, make.variant("cand", MANY, *others), again=again)
     assert good.outcome == "accept", good.reason
-    harmed = make.variant("cand", dataclasses.replace(GOOD, **columns), *others, **parts)
-    found = decide(policy, base, harmed)
-    assert found.outcome == "reject"
+    harmed = make.variant("cand", dataclasses.replace(MANY, **columns), *others, **parts)
+    found = decide(policy, base, harmed, again=again)
+    # Without memory saved, whether speed is worth it stays open: no rounds were measured.
+    assert found.outcome == ("inconclusive" if rule == "worth_it" else "reject")
     failed = {f.rule for f in found.findings if f.required and f.outcome != "accept"}
     assert rule in failed
+
+
+def test_the_strict_policy_wants_the_noise_floor_measured():
+    policy = load_policy(presets("gate")["strict"])
+    found = decide(policy, make.variant("base", MANY), make.variant("cand", MANY))
+    assert found.outcome == "error"
+    assert "run with aa=true" in found.reason
+
+
+def test_the_mlperf_policy_needs_more_than_a_comparison_of_two_scores():
+    policy = load_policy(presets("gate")["mlperf"])
+    small = make.scores(values=np.ones(100))
+    found = decide(policy, make.variant("base", small), make.variant("cand", small))
+    by_rule = {f.rule: f for f in found.findings}
+    assert by_rule["mlperf_99"].outcome == by_rule["mlperf_99_9"].outcome == "accept"
+    assert (
+        "not a statistical test, it passes a loss exactly at the margin"
+        in by_rule["mlperf_99"].sentence
+    )
+    assert (found.outcome, by_rule["shown_99"].outcome) == ("inconclusive", "inconclusive")
+    assert (
+        decide(policy, make.variant("base", MANY), make.variant("cand", MANY)).outcome == "accept"
+    )
 
 
 def test_a_score_that_is_not_finite_fails_a_release_by_itself():

@@ -9,7 +9,6 @@ import pytest
 
 from quanteval.errors import ConfigError
 from quanteval.evidence import RuleContext
-from quanteval.rules.budget import Budget
 from quanteval.rules.divergence import DivergenceBound
 from quanteval.rules.guards import EffectivePrecision, OutputLength, SampleStatus
 from quanteval.rules.non_inferiority import Margin, NonInferiority
@@ -53,13 +52,6 @@ def test_a_limit_that_nothing_could_miss_is_refused(kind, field, fields, bad):
         bad = 1.0
     with pytest.raises(ValueError, match=rf"{field}|margin"):
         kind(**{**fields, field: bad})
-
-
-@pytest.mark.parametrize("limit", [math.nan, math.inf, 0, -1])
-@pytest.mark.parametrize("name", ["max_ratio", "min_ratio", "max_value"])
-def test_a_budget_is_a_positive_number(name, limit):
-    with pytest.raises(ValueError, match="positive"):
-        Budget("weight_memory_bytes", **{name: limit})
 
 
 def test_wrong_values_in_a_policy_are_named():
@@ -164,32 +156,6 @@ def test_a_share_quantized_that_is_unknown_or_too_small_rejects(share):
     candidate = make.variant("cand", artifact=artifact.model_copy(update={"effective": effective}))
     (finding,) = EffectivePrecision().check("ran", make.variant("base"), candidate, RuleContext())
     assert finding.outcome == "reject"
-
-
-# --------------------------------------------------------------------------- budgets
-
-
-@pytest.mark.parametrize("metric", ["single_stream_tps", "ttft_p50_s", "best_output_tps"])
-@pytest.mark.parametrize("required", [True, False])
-def test_the_survivors_of_a_failing_server_are_not_compared(metric, required):
-    broken = [
-        t.model_copy(update={"status": "error"}) if i == 2 else t
-        for i, t in enumerate(make.traces())
-    ]
-    rule = Budget(metric, max_ratio=100, required=required)
-    good, bad = make.variant("base"), make.variant("cand", traces=broken)
-    for base, cand in ((good, bad), (bad, good)):
-        (finding,) = rule.check("speed", base, cand, RuleContext())
-        assert finding.outcome == "invalid"
-        assert "1 of its requests failed" in finding.sentence
-
-
-def test_no_bytes_are_no_measurement():
-    rule = Budget("weight_memory_bytes", max_ratio=1.0, required=True)
-    nothing, some = make.variant("base", memory=make.memory(0)), make.variant("cand")
-    for base, cand in ((nothing, some), (some, nothing)):
-        (finding,) = rule.check("memory", base, cand, RuleContext())
-        assert finding.outcome == "invalid"
 
 
 # --------------------------------------------------------------------------- sample size, point rule

@@ -9,7 +9,6 @@ import pytest
 
 from quanteval.evidence import RuleContext
 from quanteval.rules._common import beside, confidence
-from quanteval.rules.budget import Budget, measure
 from quanteval.rules.divergence import DivergenceBound
 from quanteval.rules.guards import EffectivePrecision, FiniteScores, OutputLength, SampleStatus
 from quanteval.rules.non_inferiority import Margin, NonInferiority, needed_pairs
@@ -256,7 +255,7 @@ def test_the_same_documents_give_the_same_bounds():
     assert one(PPL, *documents(0.01)) == one(PPL, *documents(0.01))
 
 
-# --------------------------------------------------------------------------- divergence, budgets
+# --------------------------------------------------------------------------- divergence
 
 
 @pytest.mark.parametrize(("kl", "outcome"), [(2.0, "accept"), (8.0, "reject")])
@@ -286,36 +285,7 @@ def test_divergence_bounds_are_checked():
         DivergenceBound(metric="mean_kl", max=0.1)
 
 
-@pytest.mark.parametrize(
-    ("rule", "outcome", "says"),
-    [
-        (Budget("weight_memory_bytes", max_ratio=0.6), "accept", "0.50x"),
-        (Budget("weight_memory_bytes", max_ratio=0.4), "reject", "misses at most 0.4x"),
-        (Budget("peak_memory_bytes", max_value=90_000), "reject", "at most 90000 bytes"),
-        (Budget("artifact_bytes", max_ratio=0.5), "accept", "8000 bytes"),
-        (Budget("single_stream_tps", min_ratio=0.9), "accept", "indicative"),
-        (Budget("ttft_p50_s", max_ratio=1.5), "accept", "n=5 and 5"),
-        (Budget("tpot_p95_s", max_ratio=0.5), "reject", "misses"),
-    ],
-)
-def test_budgets(rule, outcome, says):
-    finding = one(rule, make.variant("base"), make.variant("cand"))
-    assert finding.outcome == outcome
-    assert says in finding.sentence
-
-
-def test_sentences_of_budgets_and_divergence():
-    base = make.variant("base", memory=make.memory(269_030_400))
-    cand = make.variant("cand", memory=make.memory(163_640_001))
-    assert one(Budget("weight_memory_bytes", max_ratio=1.0), base, cand).sentence == (
-        "weight_memory_bytes 269030400 -> 163640001 bytes (0.61x): meets at most 1x"
-    )
-    limit = one(Budget("weight_memory_bytes", max_value=163_640_000), base, cand)
-    assert limit.sentence.endswith("163640001 bytes (0.61x): misses at most 163640000 bytes")
-    hair = make.variant("cand", memory=make.memory(269_030_401 * 6 // 10 + 400_000))
-    assert "(0.601x): misses at most 0.6x" in (
-        one(Budget("weight_memory_bytes", max_ratio=0.6), base, hair).sentence
-    )
+def test_the_sentence_of_a_divergence():
     rule = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence", alpha=0.025)
     zero = make.variant("base", make.divergence(np.zeros(20), np.full(20, 100)))
     same = make.variant("cand", make.divergence(np.full(20, 1.0), np.full(20, 95)))
@@ -323,24 +293,6 @@ def test_sentences_of_budgets_and_divergence():
         "distance: top-1 agreement 95.0 % (n=20 documents, between 95.0 and 95.0 with 97.5 % confidence each), "
         "shown to be above 90 %"
     )
-
-
-def test_a_cost_that_was_not_measured_never_passes():
-    bare = make.variant("cand", traces=[], memory=None)
-    assert measure("ttft_p50_s", bare) is None
-    for metric in ("ttft_p50_s", "weight_memory_bytes", "best_output_tps"):
-        assert (
-            one(Budget(metric, max_ratio=2, required=True), make.variant("base"), bare).outcome
-            == "invalid"
-        )
-        assert one(Budget(metric, max_ratio=2), make.variant("base"), bare).outcome == "skipped"
-
-
-def test_measured_costs_are_those_of_the_traces():
-    found = make.variant("cand", traces=make.traces(gap_s=0.05, ttft_s=0.25))
-    assert measure("ttft_p50_s", found).value == pytest.approx(0.25)
-    assert measure("tpot_p50_s", found).value == pytest.approx(0.05)
-    assert measure("single_stream_tps", found).value == pytest.approx(20)
 
 
 # --------------------------------------------------------------------------- guards

@@ -114,13 +114,13 @@ def test_several_timings_share_the_level():
     assert one(WorthIt((MEMORY, RATE)), base, between).outcome == "accept"
     several = one(WorthIt((RATE, STREAM, request_rate)), base, between)
     assert several.outcome == "inconclusive"
-    assert several.method == "any of 3, timings at 98.3 % confidence each"
+    assert several.method == "any of 3, timings at 98.33 % confidence each"
     assert several.confidence == 0.95
 
 
 def test_a_candidate_without_any_benefit_seldom_passes():
-    """Three rates that vary alone, all of them on the limit: one of three is shown in at most 5 %, within 3 sd."""
-    rng, sims, accepted = np.random.default_rng(11), 150, 0
+    """Three rates that vary alone, all of them on the limit: one of three is shown in at most 5 %, within 2 sd."""
+    rng, sims, accepted = np.random.default_rng(11), 100, 0
     points = ("a", "b", "c")
     rule = WorthIt(tuple(Benefit("output_tps", min_ratio=1.2, load_point=p) for p in points))
 
@@ -133,7 +133,7 @@ def test_a_candidate_without_any_benefit_seldom_passes():
 
     for _ in range(sims):
         accepted += one(rule, measured("base", 1.0), measured("cand", 1.2)).outcome == "accept"
-    assert accepted <= sims * 0.05 + 3 * math.sqrt(sims * 0.05 * 0.95)
+    assert accepted <= sims * 0.05 + 2 * math.sqrt(sims * 0.05 * 0.95)
 
 
 @pytest.mark.parametrize(

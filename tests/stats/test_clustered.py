@@ -94,6 +94,82 @@ class TestRatio:
             stats.cluster_sums([1.0, 2.0], ["a"])
 
 
+class TestQuantile:
+    def test_by_hand(self):
+        # the median of 1..20 is 10; the shares up to it are 8/10 and 2/10: r = 3 and -3
+        series = [[1, 2, 3, 4, 5, 6, 7, 8, 11, 12], [9, 10, 13, 14, 15, 16, 17, 18, 19, 20]]
+        result = stats.clustered_quantile(series, 0.5, alpha=0.4)
+        reach = student.ppf(0.6, 1) * math.sqrt(2 * (9 + 9)) / 20  # 0.0975
+        assert 0.09 < reach < 0.1
+        assert (result.estimate, result.lower, result.upper) == (10.0, 9.0, 12.0)
+        assert (result.clusters, result.n, result.q, result.alpha) == (2, 20, 0.5, 0.4)
+        wide = stats.clustered_quantile(series, 0.5)
+        assert (wide.lower, wide.upper) == (-math.inf, math.inf)
+
+    @given(
+        st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=30), min_size=2, max_size=12),
+        st.sampled_from([0.1, 0.5, 0.9, 0.99]),
+    )
+    def test_order_mirror_and_scale(self, series, q):
+        result = stats.clustered_quantile(series, q)
+        assert result.lower <= result.estimate <= result.upper
+        pooled = np.concatenate(series)
+        assert result.estimate == np.quantile(pooled, q, method="inverted_cdf")
+        scaled = stats.clustered_quantile([np.array(x) * 4.0 for x in series[::-1]], q)
+        assert (scaled.lower, scaled.upper) == (4.0 * result.lower, 4.0 * result.upper)
+        tighter = stats.clustered_quantile(series, q, alpha=0.2)
+        assert result.lower <= tighter.lower <= tighter.upper <= result.upper
+
+    def test_agreeing_clusters_are_no_certainty(self):
+        equal = [np.arange(100)] * 20
+        result = stats.clustered_quantile(equal, 0.5)
+        reach = student.ppf(0.95, 19) * 0.5 / math.sqrt(2000)
+        assert result.upper == math.ceil(100 * (0.5 + reach)) - 1
+        assert result.lower == math.ceil(100 * (0.5 - reach)) - 1
+        constant = stats.clustered_quantile([np.zeros(400)] * 5, 0.99)
+        assert (constant.lower, constant.estimate, constant.upper) == (0.0, 0.0, 0.0)
+        assert stats.clustered_quantile([[0.0]] * 5, 0.99).upper == math.inf
+
+    def test_clustering_widens(self):
+        rng = np.random.default_rng(6)
+        series = [rng.normal(rng.normal(), 1, size=200) for _ in range(30)]
+        clustered = stats.clustered_quantile(series, 0.5)
+        independent = stats.quantile_bounds(np.concatenate(series), 0.5)
+        assert clustered.upper - clustered.lower > 4 * (independent.upper - independent.lower)
+
+    @pytest.mark.parametrize(
+        ("series", "options", "message"),
+        [
+            ([], {}, "holds 0 clusters; at least 2"),
+            ([[1.0]], {}, "holds 1 clusters"),
+            ([[1.0], []], {}, r"'series\[1\]' holds 0 values"),
+            ([[1.0], [2.0, math.nan]], {}, r"'series\[1\]' is 'nan' at index 1"),
+            ([[1.0], [2.0]], {"q": 1.0}, "'q' is '1.0'"),
+            ([[1.0], [2.0]], {"alpha": 0.5}, "'alpha' is '0.5'"),
+        ],
+    )
+    def test_bad_input_is_named(self, series, options, message):
+        with pytest.raises(ValueError, match=message):
+            stats.clustered_quantile(series, **{"q": 0.5, **options})
+
+    @pytest.mark.parametrize(("q", "spread", "limit"), [(0.5, 0.8, 0.075), (0.99, 0.3, 0.09)])
+    def test_coverage_with_documents_of_unlike_scale(self, q, spread, limit):
+        rng, low, high, runs = np.random.default_rng(23), 0, 0, 1000
+
+        def document(size):
+            return np.exp(spread * rng.normal()) * rng.gamma(0.5, 1.0, size=size)
+
+        scale = np.exp(spread * rng.normal(size=400_000))
+        truth = np.quantile(scale * rng.gamma(0.5, 1.0, size=400_000), q)
+        for _ in range(runs):
+            result = stats.clustered_quantile(
+                [document(t) for t in rng.integers(100, 300, size=20)], q
+            )
+            low, high = low + (result.lower > truth), high + (result.upper < truth)
+        assert low / runs <= limit
+        assert high / runs <= limit
+
+
 class TestBootstrap:
     def test_all_resamples_of_two_clusters(self):
         result = stats.bootstrap_ratio([0.0, 1.0], [1.0, 1.0], alpha=0.2)
