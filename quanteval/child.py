@@ -201,9 +201,8 @@ class _Evaluation:
             self._end_phase("load")
             served = artifact.model_copy(update={"effective": session.describe()})
             write_record(self.folder.artifact, served)
-            self._update(comparable={"batch_policy": session.batch_policy})
             if "artifact" in self.stages:
-                self._finish_stage("artifact", started)
+                self._finish_stage("artifact", started, {"batch_policy": session.batch_policy})
             for name in self.stages:
                 if name.partition(":")[0] == "bench":
                     self._bench(session, engine.device, name)
@@ -407,7 +406,9 @@ class _Evaluation:
 
     # ---- records and progress
 
-    def _finish_stage(self, name: str, started: float) -> None:
+    def _finish_stage(
+        self, name: str, started: float, observed: dict[str, Any] | None = None
+    ) -> None:
         stage = self.stages[name]
         record = StageRecord(
             name=name,
@@ -416,17 +417,12 @@ class _Evaluation:
             started_s=time.time() - (time.perf_counter() - started),
             finished_at=now(),
             elapsed_s=time.perf_counter() - started,
+            observed=observed or {},
         )
-        self._update(stage=record)
-
-    def _update(
-        self, *, stage: StageRecord | None = None, comparable: dict[str, Any] | None = None
-    ) -> None:
         result = read_record(self.folder.result, VariantResult)
-        stages = {**result.stages, **({stage.name: stage} if stage else {})}
         update = {
-            "stages": stages,
-            "comparable": {**result.comparable, **(comparable or {})},
+            "stages": {**result.stages, name: record},
+            "comparable": {**result.comparable, **record.observed},
             "environment": describe_environment(),
         }
         write_record(self.folder.result, result.model_copy(update=update))

@@ -40,10 +40,13 @@ Build, serve, measure and gate each scheme against the baseline, then print the 
 
 overrides are Hydra's:
   model=NAME                preset, local folder, GGUF file, or hub id (with model_options.revision=...)
-  scheme=[bf16,nf4_bnb]     the first is the baseline (or baseline=NAME)
+  scheme=[bf16,nf4_bnb]     the first is the baseline (or baseline=NAME, or a stored one: baseline=RUN:NAME)
   scheme.nf4_bnb.double_quant=true
   task=[pyeasy,pydoc]       task.pyeasy.limit=20
   engine=transformers  bench=default  gate=default  experiment=demo
+  aa=true                   measure the baseline twice: the noise floor
+  gate.sequential=true      end a candidate's task as soon as it is decided
+  runtime.bench_rounds=5    variants take turns, so that speed can be compared
   runtime.threads=2  runtime.seed=0  output_root=outputs  run_dir=PATH
 
 options:
@@ -56,6 +59,7 @@ options:
 examples:
   quanteval run scheme=[bf16,int8_bnb] task=[pyeasy,pydoc]
   quanteval run model=./my-model scheme=[bf16,w8a8_torchao] task.humaneval.limit=50
+  quanteval run baseline=outputs/nightly:bf16 scheme=[nf4_bnb] aa=true
   quanteval run -m model=./a,./b experiment=smoke
 
 A second identical run reuses every finished stage; a killed one goes on where it was.

@@ -27,7 +27,7 @@ def incomparable(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
     for evidence in (baseline, candidate):
         if not evidence.result.comparable:
             return f"the conditions of {evidence.name} were not recorded"
-    differing = _differences(baseline.result.comparable, candidate.result.comparable)
+    differing = differences(baseline.result.comparable, candidate.result.comparable)
     if any(name == ENGINE for name, _ in differing):
         # Another engine has other settings and its own way of batching: they say nothing more.
         differing = [d for d in differing if d[0] == ENGINE or not _of_engine(d[0])]
@@ -40,7 +40,7 @@ def incomparable(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
         if first.kind != second.kind:
             grouped.setdefault(label, []).append(f"kind ({first.kind} and {second.kind})")
         if first.fingerprint != second.fingerprint:
-            names = [text for _, text in _differences(first.inputs, second.inputs)]
+            names = [text for _, text in differences(first.inputs, second.inputs)]
             grouped.setdefault(label, []).extend(names or ["fingerprint"])
     return "; ".join(f"{what}: {', '.join(texts)}" for what, texts in grouped.items())
 
@@ -54,7 +54,7 @@ def _meaning(name: str) -> str:
     return next(found, "different conditions")
 
 
-def _differences(
+def differences(
     first: Mapping[str, Any], second: Mapping[str, Any], path: str = ""
 ) -> list[tuple[str, str]]:
     """Return the name of every value that differs, and the name with both values."""
@@ -62,7 +62,7 @@ def _differences(
     for key in sorted({*first, *second}):
         a, b = first.get(key), second.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            out += _differences(a, b, f"{path}{key}.")
+            out += differences(a, b, f"{path}{key}.")
         elif canonical_json(a) != canonical_json(b):
             out.append((f"{path}{key}", f"{path}{key} ({_short(a)} and {_short(b)})"))
     return out

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from quanteval.errors import ConfigError, QuantevalError
 from quanteval.interfaces import Scheme
+from quanteval.judge import locate_variant
 from quanteval.policy import load_policy
 from quanteval.resources import presets, resource_dir, task_folders
 from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
@@ -180,7 +181,13 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
     engine = attempt(lambda: _component(plain["engine"], "engine", prefixes))
     bench = attempt(lambda: _component(plain["bench"], "bench", prefixes))
     policy = attempt(lambda: load_policy(plain["gate"], prefixes=prefixes))
-    baseline = attempt(lambda: _baseline(config.baseline, plain["scheme"]))
+    stored = attempt(lambda: _stored_baseline(config.baseline, plain["scheme"]))
+    if stored:
+        plain["scheme"] = {stored.name: stored.node, **plain["scheme"]}
+        kept = _components({stored.name: stored.node}, "scheme", prefixes, Scheme, attempt)
+        schemes = {**kept, **schemes}
+    asked = stored.name if stored else config.baseline
+    baseline = attempt(lambda: _baseline(asked, plain["scheme"]))
     if config.runtime.bench_rounds < 1:
         attempt(
             _raiser(f'runtime.bench_rounds: "{config.runtime.bench_rounds}" must be at least 1')
@@ -205,6 +212,7 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
         prefixes=prefixes,
         again=again,
         other_engine=other,
+        stored_baseline=stored.folder if stored else None,
         output_root=Path(config.output_root),
         run_dir=Path(config.run_dir) if config.run_dir else None,
         config=plain,
@@ -277,6 +285,33 @@ def _components(
     if not nodes:
         attempt(_raiser(f"{group}: none is chosen; write {group}=[name,...]"))
     return out
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A baseline of another run: its scheme's name and node, and the variant's folder."""
+
+    name: str
+    node: dict[str, Any]
+    folder: Path
+
+
+def _stored_baseline(asked: str | None, schemes: Mapping[str, Any]) -> _Stored | None:
+    """Return the variant that baseline=RUN[:variant] names; None for the name of a scheme."""
+    if asked is None or asked in schemes or not ("/" in asked or ":" in asked or asked == "latest"):
+        return None
+    run, name = locate_variant(asked)
+    manifest = run.load_manifest()
+    node = (manifest.config.get("scheme") or {}).get(name)
+    if not isinstance(node, dict):
+        raise ConfigError(
+            f'baseline "{asked}": "{run.path}" does not record the scheme of "{name}"'
+        )
+    if name in schemes and schemes[name] != node:
+        raise ConfigError(
+            f'baseline "{asked}": the scheme "{name}" is another one here; leave it out'
+        )
+    return _Stored(name, node, run.variant(name).path.absolute())
 
 
 def _baseline(asked: str | None, schemes: Mapping[str, Any]) -> str:

@@ -66,6 +66,12 @@ def find_run(name: str, root: Path = OUTPUTS) -> RunDirectory:
 
 def find_variant(name: str, *, last: bool = False) -> StoredVariant:
     """Return the variant that RUN[:variant] names; without a name the baseline, or the last one."""
+    run, chosen = locate_variant(name, last=last)
+    return StoredVariant(run, chosen, load_evidence(run, chosen))
+
+
+def locate_variant(name: str, *, last: bool = False) -> tuple[RunDirectory, str]:
+    """Return the run and the variant that RUN[:variant] names, nothing of it read but the manifest."""
     place, separator, variant = name.rpartition(":")
     if not separator or "/" in variant:
         place, variant = name, ""
@@ -77,7 +83,7 @@ def find_variant(name: str, *, last: bool = False) -> StoredVariant:
     chosen = variant or names[0]
     if chosen not in names:
         raise ConfigError(f'"{place}" has no variant "{chosen}"; {near(chosen, names)}')
-    return StoredVariant(run, chosen, load_evidence(run, chosen))
+    return run, chosen
 
 
 def outputs_of(variant: StoredVariant) -> list[Score]:

@@ -161,6 +161,8 @@ class StageRecord(Part):
     finished_at: str
     elapsed_s: float
     reused_from: str | None = None
+    observed: dict[str, Any] = Field(default_factory=dict)
+    """Conditions that only the served model tells, e.g. its batch policy; they travel with the stage."""
 
 
 class VariantResult(Record):

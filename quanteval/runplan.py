@@ -66,6 +66,8 @@ class RunPlan:
     """Name of the baseline's repetition, '' for none."""
     other_engine: Component[Engine]
     """The engine that serves the repetition: the same in another batch size, where it has one."""
+    stored_baseline: Path | None
+    """Folder of the baseline's variant in another run, to be taken instead of measured; None to measure it."""
     output_root: Path
     run_dir: Path | None
     config: dict[str, Any]

@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quanteval import __version__
+from quanteval.comparability import differences
 from quanteval.environment import cpu_model, now, package_versions, set_thread_variables
-from quanteval.errors import QuantevalError
+from quanteval.errors import NotComparableError, QuantevalError
 from quanteval.gate import may_stop
 from quanteval.interfaces import Engine, ModelSource
 from quanteval.models.cache import cache_dir
@@ -29,6 +30,7 @@ from quanteval.runplan import Component, RunPlan
 from quanteval.store import (
     RunDirectory,
     VariantDirectory,
+    adopt_stage,
     fingerprint,
     remember_stage,
     reuse_stage,
@@ -64,12 +66,18 @@ class VariantJob:
     engine: Component[Engine]
     order_seed: int | None = None
     rounds: int | None = 0
+    stored: Path | None = None
+    """Folder of the same variant in another run, from which all its stages are taken."""
 
 
 def jobs_of(plan: RunPlan) -> list[VariantJob]:
     """Return what a plan asks for, the baseline first and its repetition second."""
     rounds = plan.runtime.bench_rounds if plan.runtime.bench_rounds > 1 else 0
     jobs = [VariantJob(name, name, plan.engine, rounds=rounds) for name in plan.variants]
+    if plan.stored_baseline is not None:
+        # What it cost is known only where the load was the same; speed is never compared across runs.
+        has_bench = not rounds and (plan.stored_baseline / "traces.jsonl").exists()
+        jobs[0] = replace(jobs[0], rounds=0 if has_bench else None, stored=plan.stored_baseline)
     if plan.again:
         repeated = VariantJob(plan.again, plan.baseline, plan.other_engine, plan.runtime.seed, None)
         jobs.insert(1, repeated)
@@ -112,6 +120,8 @@ class VariantWorker:
         """Do the missing stages, the rounds of the bench left out, and return the stored result."""
         kept = self._kept(self.stages)
         kept |= self._kept(self.rounds)
+        if self.job.stored is not None:
+            self._refuse_other_conditions(kept)
         if all(stage.name in kept for stage in self.stages):
             self.notify("reused")
             return self._finish("ok", kept)
@@ -241,11 +251,35 @@ class VariantWorker:
             if mine is not None and mine.fingerprint == stage.fingerprint:
                 kept[stage.name] = mine
                 continue
-            root = self.plan.output_root.absolute()
-            found = reuse_stage(root, self.folder, stage.name, stage.fingerprint, stage.kind)
+            root, wanted = (
+                self.plan.output_root.absolute(),
+                (stage.name, stage.fingerprint, stage.kind),
+            )
+            if self.job.stored is not None:
+                found = adopt_stage(VariantDirectory(self.job.stored), self.folder, *wanted)
+            else:
+                found = reuse_stage(root, self.folder, *wanted)
             if found is not None:
                 kept[stage.name] = found
         return kept
+
+    def _refuse_other_conditions(self, kept: Mapping[str, StageRecord]) -> None:
+        """Raise NotComparableError when a stored baseline was not measured as this run would measure it."""
+        stored = VariantDirectory(self.job.stored or Path())
+        result = stored.load_result()
+        for stage in self.stages:
+            if stage.name in kept:
+                continue
+            there = result.stages.get(stage.name) if result else None
+            why = (
+                ", ".join(text for _, text in differences(there.inputs, stage.inputs))
+                if there
+                else "it is not there"
+            )
+            raise NotComparableError(
+                f'the stored baseline "{stored.path}" cannot be taken: {stage.name}: {why}; '
+                f"measure it in this run (baseline={self.name})"
+            )
 
     def _stored_stages(self) -> dict[str, StageRecord]:
         wanted = {stage.name: stage.fingerprint for stage in (*self.stages, *self.rounds)}
@@ -268,7 +302,7 @@ class VariantWorker:
             is_baseline=self.is_baseline,
             status=status,
             reason=reason,
-            comparable=self._comparable(old),
+            comparable=self._comparable(stages),
             stages=dict(stages),
             environment=old.environment if old else {},
             started_at=old.started_at if old else now(),
@@ -278,11 +312,9 @@ class VariantWorker:
         write_record(self.folder.result, result)
         return result
 
-    def _comparable(self, old: VariantResult | None) -> dict[str, Any]:
+    def _comparable(self, stages: Mapping[str, StageRecord]) -> dict[str, Any]:
         serving = self._serving_inputs()
-        kept = (
-            {} if old is None else {k: v for k, v in old.comparable.items() if k == "batch_policy"}
-        )
+        served = stages.get("artifact")
         return {
             "model_weights": self.source.weights_digest,
             "model_revision": self.source.revision,
@@ -293,7 +325,7 @@ class VariantWorker:
             "packages": serving["packages"],
             "bench": self.plan.bench.object.fingerprint(),
             "seed": self.plan.runtime.seed,
-            **kept,
+            **(served.observed if served else {}),
         }
 
     # ---- child processes

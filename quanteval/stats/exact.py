@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betainc, gammaln, ndtri, xlog1py, xlogy
+from scipy.special import betainc, gammaln, ndtr, ndtri, xlog1py, xlogy
 
 from quanteval.stats._checks import (
     FloatArray,
@@ -134,11 +134,20 @@ def _at(region: Region, n: int, margin: float, flip_rates: FloatArray, nats: flo
 def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
     """Return the largest probability of the region over the flip rates, and the flip rate that has it.
 
-    A scan of the grid to about 1e-8, then the highest peaks in full precision: twice nine points between the neighbours
+    A scan of the grid to about 1e-8, further for tiny regions, then the highest peaks in full precision: twice nine points between the neighbours
     and the vertex of the parabola through the best three.
     """
     grid = _flip_rates(n, margin)
-    values = _at(region, n, margin, grid, _SCAN)
+    for nats in (
+        _SCAN,
+        60.0,
+        200.0,
+        760.0,
+    ):  # the precision follows the size down to the smallest a double can hold
+        values = _at(region, n, margin, grid, nats)
+        if float(values.max()) > 1e4 * np.exp(-nats):
+            break
+    full = _FULL + nats - _SCAN
     padded = np.concatenate(([-1.0], values, [-1.0]))
     peaks = np.flatnonzero((padded[1:-1] >= padded[:-2]) & (padded[1:-1] >= padded[2:]))
     peaks = peaks[np.argsort(values[peaks])[::-1][:3]]
@@ -147,7 +156,7 @@ def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
     best, where = -1.0, 0.0
     for last in (False, True):
         points = np.linspace(low, high, 9)
-        found = _at(region, n, margin, points.T.ravel(), _FULL).reshape(peaks.size, 9).T
+        found = _at(region, n, margin, points.T.ravel(), full).reshape(peaks.size, 9).T
         column = np.arange(peaks.size)
         top = np.argmax(found, axis=0)
         inner = np.clip(top, 1, 7)
@@ -160,7 +169,7 @@ def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
             vertex = points[inner, column] + np.clip(shift, -1.0, 1.0) * (high - low) / 8.0
             points, found = (
                 np.vstack((points, vertex)),
-                np.vstack((found, _at(region, n, margin, vertex, _FULL))),
+                np.vstack((found, _at(region, n, margin, vertex, full))),
             )
         index = np.unravel_index(int(np.argmax(found)), found.shape)
         if found[index] > best:
@@ -199,13 +208,22 @@ def exact_accept(b: int, c: int, n: int, margin: float, alpha: float = 0.05) -> 
 def exact_critical_z(n: int, margin: float, alpha: float = 0.05) -> float:
     """Return the z(margin) up to which the exact test accepts: `exact_p` <= alpha if and only if z <= this.
 
-    -inf when no table of n pairs can be accepted. One value serves every flip rate, which makes power cheap.
+    It is the largest z of an acceptable table (and a trifle for rounding), -inf when no table of n pairs can be
+    accepted. One value serves every flip rate, which makes power cheap. Common suites and margins are looked up in
+    `critical`; other values take a few tenths of a second at the most pairs allowed.
     """
+    from quanteval.stats.critical import key, shipped  # the file is read at the first call
+
+    known = shipped().get(key(n, margin, alpha))
+    return search_critical_z(n, margin, alpha) if known is None else known
+
+
+def search_critical_z(n: int, margin: float, alpha: float) -> float:
+    """Return `exact_critical_z` without looking it up."""
     pair_table(0, 0, n)
     _affordable(n)
     margin_inside(margin, -1.0, 1.0)
     level_alpha(alpha)
-
     aim, worst = float(ndtri(alpha)), [1.0]
 
     def size(z: float) -> float:
@@ -250,8 +268,9 @@ def exact_bound(b: int, c: int, n: int, alpha: float = 0.05, side: Side = "upper
     """Return the one-sided (1 - alpha) exact bound of the drop: the margin at which `exact_p` crosses alpha.
 
     Found by bisection to 1e-6 from Tango's bound. With no discordant pair the upper bound is about 1 - alpha^(1/n).
-    The decision belongs to `exact_p` at the margin: tables change places as the margin moves, so p can wobble where
-    it crosses alpha, and the bound can then disagree with the decision in its last digits.
+    For reports: the decision belongs to `exact_p` at the margin. Tables change places as the margin moves, so p can
+    wobble where it crosses alpha, and this bound can then disagree with the decision in its last digits;
+    `decision_bound` does not.
     """
     pair_table(b, c, n)
     _affordable(n)
@@ -268,3 +287,27 @@ def exact_bound(b: int, c: int, n: int, alpha: float = 0.05, side: Side = "upper
         middle = 0.5 * (low + high)
         low, high = (middle, high) if exact_p(b, c, n, middle) > alpha else (low, middle)
     return high
+
+
+def decision_bound(
+    b: int, c: int, n: int, margin: float, alpha: float = 0.05, side: Side = "upper"
+) -> float:
+    """Return the score bound of the drop at the exact test's critical value for this margin, -1 to 1.
+
+    The upper bound is the root of `tango_z` = `exact_critical_z`(n, margin, alpha), so it lies below the margin exactly
+    when `exact_p` <= alpha, and the lower bound above it exactly when the swapped table is accepted at -margin. At
+    the margin it has the level of the exact test; away from it that of Tango's with a critical value mostly stricter
+    than the normal one. Where no table can be accepted it is `exact_bound`.
+    """
+    margin_inside(margin, -1.0, 1.0)
+    if side_sign(side) < 0:
+        return -decision_bound(c, b, n, -margin, alpha, "upper")
+    limit = exact_critical_z(n, margin, alpha)
+    if limit == -np.inf:
+        bound = exact_bound(b, c, n, alpha, "upper")
+    else:
+        bound = tango_bound(b, c, n, max(float(ndtr(limit)), 1e-300), "upper")
+    # on the margin itself rounding would decide
+    if exact_p(b, c, n, margin) <= alpha:
+        return min(bound, float(np.nextafter(margin, -np.inf)))
+    return max(bound, margin)

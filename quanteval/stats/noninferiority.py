@@ -16,7 +16,7 @@ from scipy.special import ndtr
 
 from quanteval.stats._checks import finite_vector, level_alpha, same_length
 from quanteval.stats.clustered import cluster_mean
-from quanteval.stats.exact import MAX_EXACT_PAIRS, exact_bound, exact_p
+from quanteval.stats.exact import MAX_EXACT_PAIRS, decision_bound, exact_p
 from quanteval.stats.paired import (
     as_counts,
     bounded_score,
@@ -79,8 +79,10 @@ def absolute_loss(
     """Judge the mean of baseline - variant, one pair an item (or a problem, its samples averaged), by its margin.
 
     `auto` takes the exact test for 0/1 scores to `MAX_EXACT_PAIRS` pairs and the bounded score test otherwise; `t` is
-    for metrics without limits. `lo` and `hi` limit the differences. Raises `ValueError` on empty, unpaired or NaN
-    input, and when `exact` is asked of scores that are not 0/1.
+    for metrics without limits. `lo` and `hi` limit the differences. The exact test's bounds
+    are score bounds at its own critical values for this margin (`exact.decision_bound`), so that bounds and decision
+    always agree. Raises `ValueError` on empty, unpaired or NaN input, and when `exact` is asked of scores that are
+    not 0/1.
     """
     base, var = finite_vector("baseline", baseline), finite_vector("variant", variant)
     same_length("baseline", base, "variant", var)
@@ -104,8 +106,8 @@ def absolute_loss(
         b, c, n = counts
         return NonInferiority(
             loss=loss,
-            lower=exact_bound(b, c, n, reject_alpha, "lower"),
-            upper=exact_bound(b, c, n, alpha, "upper"),
+            lower=decision_bound(b, c, n, margin, reject_alpha, "lower"),
+            upper=decision_bound(b, c, n, margin, alpha, "upper"),
             margin=margin,
             p_accept=exact_p(b, c, n, margin),
             p_reject=exact_p(c, b, n, -margin),

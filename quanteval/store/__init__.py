@@ -12,7 +12,7 @@ from quanteval.store.files import (
     write_atomic,
     write_record,
 )
-from quanteval.store.reuse import remember_stage, reuse_stage, stage_files
+from quanteval.store.reuse import adopt_stage, remember_stage, reuse_stage, stage_files
 from quanteval.store.run import (
     RunDirectory,
     VariantDirectory,
@@ -26,6 +26,7 @@ __all__ = [
     "Journal",
     "RunDirectory",
     "VariantDirectory",
+    "adopt_stage",
     "canonical_json",
     "device_lock",
     "done_samples",

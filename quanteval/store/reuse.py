@@ -36,16 +36,27 @@ def remember_stage(root: Path, folder: VariantDirectory, stage: StageRecord) -> 
 def reuse_stage(
     root: Path, folder: VariantDirectory, stage: str, stage_fingerprint: str, kind: str = ""
 ) -> StageRecord | None:
-    """Bring a stage with this fingerprint from another run into `folder`; None when there is none.
-
-    Files are hard-linked (finished files are only ever replaced, never changed) or copied.
-    """
+    """Bring a stage with this fingerprint from another run into `folder`; None when there is none."""
     note = root / ".stages" / stage_fingerprint
     try:
         origin = VariantDirectory(Path(json.loads(note.read_text())["variant_dir"]))
-        result = origin.load_result()
+        return adopt_stage(origin, folder, stage, stage_fingerprint, kind)
     except (OSError, ValueError, KeyError, RecordError):
         return None
+
+
+def adopt_stage(
+    origin: VariantDirectory,
+    folder: VariantDirectory,
+    stage: str,
+    stage_fingerprint: str,
+    kind: str = "",
+) -> StageRecord | None:
+    """Bring a stage from one variant's folder into another's; None when it has another fingerprint.
+
+    Files are hard-linked (finished files are only ever replaced, never changed) or copied.
+    """
+    result = origin.load_result()
     found = result.stages.get(stage) if result else None
     if found is None or found.fingerprint != stage_fingerprint:
         return None

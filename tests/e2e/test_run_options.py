@@ -8,7 +8,7 @@ import pytest
 
 from quanteval.looks import sample_order
 from quanteval.records import RequestTrace, Score, TaskRecord
-from quanteval.store import read_journal, read_record
+from quanteval.store import RunDirectory, read_journal, read_record
 from tests.e2e.test_fake_run import only_run, quanteval, stages
 
 
@@ -113,3 +113,50 @@ def test_a_second_run_adds_its_samples(tmp_path, tiny_folder):
     for run in ("latest", str(second.parent)):
         (verdict,) = json.loads(quanteval(tmp_path, "gate", run, "--json").stdout)
         assert any("n=5 problems, 10 samples" in f["sentence"] for f in verdict["findings"]), run
+
+
+def test_a_stored_baseline_is_taken_under_the_same_conditions_alone(tmp_path, tiny_folder):
+    common = [
+        f"model={tiny_folder}", "engine=fake", "bench=none", "task=[pydoc]", "task.pydoc.limit=12",
+        "runtime.threads=1",
+    ]  # fmt: skip
+    assert quanteval(tmp_path, "run", *common, "scheme=[fp32]").returncode == 0
+    nightly = only_run(tmp_path).path
+    here = ["run", *common, f"baseline={nightly}:fp32", "scheme=[bf16]", "output_root=pr"]
+    done = quanteval(tmp_path, *here)
+    assert done.returncode == 0, done.stderr
+    (manifest,) = (tmp_path / "pr").glob("*/manifest.json")
+    run = RunDirectory(manifest.parent)
+    assert run.load_manifest().variants == ["fp32", "bf16"]
+    taken = run.variant("fp32").load_result()
+    assert {stage.reused_from for stage in taken.stages.values()} == {
+        str(nightly / "variants" / "fp32")
+    }
+    assert "bf16 against fp32: ACCEPT" in done.stdout
+    assert quanteval(tmp_path, *here).returncode == 0
+
+    other = quanteval(tmp_path, *here, "task.pydoc.limit=13")
+    assert other.returncode == 5
+    (line,) = other.stderr.strip().splitlines()
+    assert "cannot be taken: task:pydoc: suite.data (" in line
+    assert "measure it in this run (baseline=fp32)" in line
+    more = quanteval(tmp_path, *here, "task=[pydoc,pyeasy]")
+    assert "task:pyeasy: it is not there" in more.stderr
+    assert (
+        quanteval(tmp_path, "run", *common, "baseline=nowhere:fp32", "scheme=[bf16]").returncode
+        == 2
+    )
+
+
+def test_a_baseline_reused_from_an_earlier_sweep_stays_comparable(tmp_path, tiny_folder):
+    common = [
+        "run", f"model={tiny_folder}", "engine=fake", "bench=none", "task=[pydoc]", "task.pydoc.limit=12",
+        "runtime.threads=1",
+    ]  # fmt: skip
+    assert quanteval(tmp_path, *common, "scheme=[fp32,bf16]").returncode == 0
+    done = quanteval(tmp_path, *common, "scheme=[fp32,fp16]")
+    assert "fp16 against fp32: ACCEPT" in done.stdout
+    runs = [RunDirectory(m.parent) for m in (tmp_path / "outputs").glob("*/manifest.json")]
+    (second,) = [run for run in runs if "fp16" in run.load_manifest().variants]
+    stages = second.variant("fp32").load_result().stages
+    assert all(stage.reused_from for stage in stages.values())

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quanteval import stats
-from quanteval.stats.exact import accept_region, region_probability, region_size
+from quanteval.stats.exact import (
+    accept_region,
+    decision_bound,
+    region_probability,
+    region_size,
+)
 from quanteval.stats.paired import tango_z_table
 
 Z95 = 1.6448536269514722
@@ -146,6 +151,19 @@ class TestCriticalValue:
         for table in zip(b[near].tolist(), c[near].tolist(), z[near].tolist(), strict=True):
             assert stats.exact_accept(*table[:2], n, margin) == (table[2] <= limit), table
 
+    @pytest.mark.parametrize(("n", "margin"), [(35, 0.05), (47, -0.02), (90, 0.013)])
+    def test_is_a_value_that_a_table_attains(self, n, margin):
+        _, _, z = all_tables(n, margin)
+        assert np.abs(z - stats.exact_critical_z(n, margin)).min() < 1e-8
+
+    @pytest.mark.parametrize(("n", "margin", "alpha"), [(61, 0.02, 0.01), (45, 0.07, 0.2)])
+    def test_other_levels(self, n, margin, alpha):
+        limit = stats.exact_critical_z(n, margin, alpha)
+        _, _, z = all_tables(n, margin)
+        beyond = z[z > limit].min()
+        assert region_size(accept_region(n, margin, limit), n, margin) <= alpha
+        assert region_size(accept_region(n, margin, beyond + 1e-9), n, margin) > alpha
+
     def test_nothing_can_be_accepted(self):
         assert stats.exact_critical_z(1, 0.02, 1e-9) == -math.inf
 
@@ -156,6 +174,21 @@ def assert_level(n, margin, flip_rates):
     assert max(sizes) <= 0.05
     assert region_size(region, n, margin) >= max(sizes) - 1e-6
     assert max(sizes) > 0.03 or n < 60
+
+
+class TestSize:
+    @pytest.mark.parametrize(("n", "margin"), [(90, 0.02), (250, 0.05), (250, -0.01), (700, 0.01)])
+    @pytest.mark.parametrize("z", [-1.9, -1.65, -0.3])
+    def test_scan_finds_the_peak(self, n, margin, z):
+        region = accept_region(n, margin, z)
+        rates = np.concatenate(
+            (np.linspace(abs(margin), 1.0, 801), abs(margin) + np.geomspace(1e-4, 0.2, 200))
+        )
+        found = [
+            region_probability(region, n, max(0.0, f + margin) / 2, max(0.0, f - margin) / 2)
+            for f in rates[rates <= 1.0]
+        ]
+        assert max(found) <= region_size(region, n, margin) + 1e-6
 
 
 class TestTangoSize:
@@ -195,3 +228,26 @@ class TestBound:
         assert upper >= (b - c) / n
         if abs(upper - margin) > 1e-3:  # p may wobble where it crosses alpha
             assert stats.exact_accept(b, c, n, margin) == (upper < margin)
+
+
+class TestDecisionBound:
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(1, 60), st.sampled_from([-0.1, 0.02, 0.05, 0.1, 0.3]), st.data())
+    def test_lies_below_the_margin_exactly_when_accepted(self, n, margin, data):
+        b = data.draw(st.integers(0, n))
+        c = data.draw(st.integers(0, n - b))
+        upper = decision_bound(b, c, n, margin)
+        assert stats.exact_accept(b, c, n, margin) == (upper < margin)
+        assert (b - c) / n <= upper <= 1.0
+        lower = decision_bound(b, c, n, margin, side="lower")
+        assert stats.exact_accept(c, b, n, -margin) == (lower > margin)
+        assert lower == -decision_bound(c, b, n, -margin)
+
+    @pytest.mark.parametrize(("b", "c"), [(0, 0), (3, 1), (9, 2), (20, 14)])
+    def test_is_where_the_score_meets_the_critical_value(self, b, c):
+        upper = decision_bound(b, c, 164, 0.02)
+        assert stats.tango_z(b, c, 164, upper) == pytest.approx(
+            stats.exact_critical_z(164, 0.02), abs=1e-8
+        )
+        assert upper > stats.tango_bound(b, c, 164, 0.05, "upper")
+        assert upper == pytest.approx(stats.exact_bound(b, c, 164), abs=3e-3)

@@ -32,7 +32,8 @@ class TestAbsolute:
         assert result.method == "exact"
         assert result.accepted
         assert result.p_accept == pytest.approx(0.98**164)
-        assert result.upper == pytest.approx(1 - 0.05 ** (1 / 164), abs=2e-6)
+        critical = stats.exact_critical_z(164, 0.02)
+        assert result.upper == pytest.approx(critical**2 / (164 + critical**2), abs=1e-9)
 
     def test_identical_scores_on_a_small_suite_prove_nothing(self):
         result = stats.absolute_loss([1.0] * 20, [1.0] * 20, 0.05)
@@ -83,10 +84,27 @@ class TestAbsolute:
         result = stats.absolute_loss(*outcomes(rest, broken, fixed, 0), 0.1, method=method)
         assert result.lower <= result.loss <= result.upper
         assert not (result.accepted and result.rejected)
-        if abs(result.upper - 0.1) > 1e-3:
-            assert result.accepted == (result.upper < 0.1)
-        if abs(result.lower - 0.1) > 1e-3:
-            assert result.rejected == (result.lower > 0.1)
+        assert result.accepted == (result.upper < 0.1)
+        assert result.rejected == (result.lower > 0.1)
+
+    @pytest.mark.parametrize(("n", "margin", "alpha"), [(60, 0.05, 0.05), (40, 0.1, 0.01)])
+    def test_exact_bounds_agree_with_every_decision(self, n, margin, alpha):
+        verdicts = set()
+        for broken in range(n // 2):
+            for fixed in (0, 1, 3, 8):
+                scores = outcomes(n - broken - fixed, broken, fixed, 0)
+                result = stats.absolute_loss(*scores, margin, alpha=alpha)
+                assert result.lower <= result.loss <= result.upper
+                assert result.accepted == (result.upper < margin)
+                assert result.rejected == (result.lower > margin)
+                verdicts.add((result.accepted, result.rejected))
+        assert len(verdicts) == 3
+
+    def test_too_few_items_for_any_acceptance(self):
+        result = stats.absolute_loss([0.0, 0.0], [1.0, 1.0], 0.02)
+        assert not result.accepted
+        assert result.upper >= 0.02
+        assert stats.exact_critical_z(2, 0.02) == -math.inf
 
     @pytest.mark.parametrize(
         ("base", "var", "options", "message"),
