@@ -134,20 +134,16 @@ def _at(region: Region, n: int, margin: float, flip_rates: FloatArray, nats: flo
 def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
     """Return the largest probability of the region over the flip rates, and the flip rate that has it.
 
-    A scan of the grid to about 1e-8, further for tiny regions, then the highest peaks in full precision: twice nine points between the neighbours
-    and the vertex of the parabola through the best three.
+    A scan of the grid to about 1e-8, closer for tiny regions, then the highest peaks in full precision: twice nine
+    points between the neighbours and the vertex of the parabola through the best three.
     """
     grid = _flip_rates(n, margin)
-    for nats in (
-        _SCAN,
-        60.0,
-        200.0,
-        760.0,
-    ):  # the precision follows the size down to the smallest a double can hold
+    # the precision follows the size, down to the smallest that a double can hold
+    for nats in (_SCAN, 60.0, 200.0, 760.0):
         values = _at(region, n, margin, grid, nats)
         if float(values.max()) > 1e4 * np.exp(-nats):
             break
-    full = _FULL + nats - _SCAN
+    full = nats + _FULL - _SCAN
     padded = np.concatenate(([-1.0], values, [-1.0]))
     peaks = np.flatnonzero((padded[1:-1] >= padded[:-2]) & (padded[1:-1] >= padded[2:]))
     peaks = peaks[np.argsort(values[peaks])[::-1][:3]]

@@ -164,8 +164,7 @@ def compare(
 ) -> tuple[list[float], int]:
     """Return KL(baseline || candidate) of each token in nats, and how often both argmaxes agree.
 
-    `baseline` and `candidate` are hidden states [T, d]. The full vocabulary is used. Rounding can make
-    a KL slightly negative: such values are 0.
+    `baseline` and `candidate` are hidden states [T, d]. The full vocabulary is used.
     """
     import torch
 
@@ -176,13 +175,22 @@ def compare(
             p = logits(baseline_head, baseline[start : start + BLOCK])
             q = logits(candidate_head, candidate[start : start + BLOCK])
             agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-            p, q = p.log_softmax(-1), q.log_softmax(-1)
-            # A token the baseline excludes adds nothing, whatever the candidate gives it.
-            terms = torch.where(p.isneginf(), torch.zeros_like(p), p.exp() * (p - q))
-            values = terms.sum(-1, dtype=torch.float64)
-            values = torch.where(values < 0, torch.zeros_like(values), values)
-            kl += [float(v) for v in values]
+            kl += [float(v) for v in kl_of_logits(p, q)]
     return kl, agree
+
+
+def kl_of_logits(p: Any, q: Any) -> Any:
+    """Return KL(p || q) in nats of each row of two logit tensors [T, V], in float64; never below 0.
+
+    Rounding can make a tiny divergence slightly negative: such values are 0.
+    """
+    import torch
+
+    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    # A token the baseline excludes adds nothing, whatever the candidate gives it.
+    terms = torch.where(p.isneginf(), torch.zeros_like(p), p.exp() * (p - q))
+    values = terms.sum(-1, dtype=torch.float64)
+    return torch.where(values < 0, torch.zeros_like(values), values)
 
 
 class _Store:
