@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from quanteval.config import compose, make_plan
-from quanteval.errors import QuantevalError
+from quanteval.errors import ConfigError, QuantevalError
+from quanteval.evidence import SuiteFacts
 from quanteval.interfaces import ModelSource
 from quanteval.models import classify, resolve_model
+from quanteval.planning import blocking, forecasts, idle_text, unknown_tasks
+from quanteval.policy import Policy
 from quanteval.runplan import RunPlan
 
 
@@ -16,7 +19,8 @@ def check(overrides: Sequence[str]) -> tuple[list[str], list[QuantevalError]]:
     """Compose, build and check; return a line for each thing that holds and all errors at once.
 
     A scheme that cannot run on this machine is an error here, though a run would go on without it.
-    A model on a hub is not fetched, so its shapes are not checked.
+    A model on a hub is not fetched, so its shapes are not checked. Lines that begin with "warning" say
+    which rules of the policy have nothing to check, and which cannot accept at these sizes.
     """
     errors: list[QuantevalError] = []
     try:
@@ -24,8 +28,9 @@ def check(overrides: Sequence[str]) -> tuple[list[str], list[QuantevalError]]:
     except QuantevalError as error:
         return [], [*errors, error]
     lines: list[str] = []
+    facts: dict[str, SuiteFacts] = {}
     attempts: list[tuple[str, Callable[[], str]]] = [("model", lambda: _model(plan))]
-    attempts += [(f"task {name}", partial(_task, plan, name)) for name in plan.tasks]
+    attempts += [(f"task {name}", partial(_task, plan, name, facts)) for name in plan.tasks]
     if plan.engine is not None:
         attempts += [(f"scheme {name}", partial(_scheme, plan, name)) for name in plan.variants]
     if plan.policy is not None:
@@ -35,7 +40,41 @@ def check(overrides: Sequence[str]) -> tuple[list[str], list[QuantevalError]]:
             lines.append(f"{what}: {attempt()}")
         except QuantevalError as error:
             errors.append(type(error)(f"{what}: {error}"))
+    if plan.policy is not None and plan.engine is not None:
+        chosen = list(plan.config["task"])
+        warnings, wrong = check_policy(plan.policy, facts, chosen, plan.engine.object.device)
+        lines += [f"warning: gate: {text}" for text in warnings]
+        errors += [ConfigError(f"gate: {text}") for text in wrong]
     return lines, errors
+
+
+def check_policy(
+    policy: Policy, facts: Mapping[str, SuiteFacts], chosen: Sequence[str], device: str
+) -> tuple[list[str], list[str]]:
+    """Return warnings and errors of a policy for the chosen tasks; `facts` are those of the tasks that load.
+
+    An error is a required rule on a task that is not chosen, since it could only end invalid. Flips are
+    as the facts assume: what is said of a rule that cannot accept does not depend on them.
+    """
+    warnings: list[str] = []
+    errors: list[str] = []
+    kinds = {name: facts[name].kind if name in facts else "" for name in chosen}
+    whole = len(facts) == len(kinds)
+    for name, rule in policy.rules_on(device).items():
+        named = bool(unknown_tasks(rule, kinds))
+        if text := idle_text(name, rule, kinds):
+            # A kind may belong to a task that could not be loaded, which is an error of its own.
+            if named and rule.required:
+                errors.append(text)
+            elif named or whole:
+                warnings.append(text)
+    for forecast in forecasts(policy, facts, device):
+        if policy.rules_on(device)[forecast.rule].required:
+            warnings += [
+                f"{forecast.rule} on {forecast.task} (n={forecast.n}, margin {forecast.margin}): {text}"
+                for text in blocking(forecast)
+            ]
+    return warnings, errors
 
 
 def _model(plan: RunPlan) -> str:
@@ -43,9 +82,11 @@ def _model(plan: RunPlan) -> str:
     return f"{known.name} ({known.kind})"
 
 
-def _task(plan: RunPlan, name: str) -> str:
+def _task(plan: RunPlan, name: str, facts: dict[str, SuiteFacts]) -> str:
     task = plan.tasks[name].object
-    return f"{len(task.samples())} samples, kind {task.kind}"
+    samples = len(task.samples())
+    facts[name] = SuiteFacts(name, task.kind, samples)
+    return f"{samples} samples, kind {task.kind}"
 
 
 def _scheme(plan: RunPlan, name: str) -> str:

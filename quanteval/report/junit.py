@@ -7,10 +7,11 @@ from xml.etree import ElementTree as Xml
 
 from quanteval.records import Verdict
 from quanteval.report.text import plain
+from quanteval.report.verdicts import told
 
 
 def junit_xml(verdicts: Sequence[Verdict]) -> str:
-    """Return the XML. Required findings that do not accept are failures, invalid ones errors.
+    """Return the XML. Required findings that do not accept are failures, invalid ones errors, waived ones skipped.
 
     A verdict without findings (a variant that failed, or is not comparable) is one failing case.
     """
@@ -24,9 +25,9 @@ def junit_xml(verdicts: Sequence[Verdict]) -> str:
             kind = {"invalid": "error", "reject": "failure", "inconclusive": "failure"}.get(
                 finding.outcome, ""
             )
-            if finding.outcome == "skipped" or (kind and not finding.required):
+            if finding.outcome == "skipped" or (kind and (finding.waived or not finding.required)):
                 kind = "skipped"
-            _case(suite, verdict, finding.rule, finding.task, kind, finding.sentence, counts)
+            _case(suite, verdict, finding.rule, finding.task, kind, told(finding), counts)
         if verdict.findings and verdict.outcome == "error" and not counts["errors"]:
             _case(suite, verdict, "verdict", "", "error", verdict.reason, counts)
         suite.attrib |= {key: str(value) for key, value in counts.items()}

@@ -17,14 +17,31 @@ def verdict_text(verdict: Verdict) -> str:
     head = f"{line(verdict.candidate)} against {line(verdict.baseline)}: {outcome}"
     lines = wrap(f"{head} (policy {line(verdict.policy_name)})")
     lines += wrap(f"  {line(verdict.reason)}")
+    if verdict.degraded:
+        lines += wrap(f"  {_degraded(verdict)}", 4)
     for finding in finding_rows(verdict):
-        lines += wrap(f"  {_mark(finding):3} {line(finding.rule)}: {line(finding.sentence)}", 6)
+        lines += wrap(f"  {_mark(finding):3} {line(finding.rule)}: {line(told(finding))}", 6)
     return "\n".join(lines)
+
+
+def told(finding: Finding) -> str:
+    """Return a finding's sentence, and who waived it where somebody did."""
+    return f"{finding.sentence} [{finding.waived}]" if finding.waived else finding.sentence
+
+
+def _degraded(verdict: Verdict) -> str:
+    return (
+        f"shown to have lost anything at all: {', '.join(line(t) for t in verdict.degraded)} (Holm)"
+    )
 
 
 def _mark(finding: Finding) -> str:
     mark = MARKS[finding.outcome]
-    return mark if finding.required else f"({mark})"
+    return mark if finding.required and not finding.waived else f"({mark})"
+
+
+def _required(finding: Finding) -> str:
+    return "waived" if finding.waived else "yes" if finding.required else "no"
 
 
 def summary_markdown(verdicts: Sequence[Verdict]) -> str:
@@ -36,9 +53,11 @@ def summary_markdown(verdicts: Sequence[Verdict]) -> str:
     ]
     for verdict in verdicts:
         lines += ["", f"## {markdown(verdict.candidate)} against {markdown(verdict.baseline)}", ""]
+        if verdict.degraded:
+            lines += [markdown(_degraded(verdict)), ""]
         lines += ["| rule | required | outcome | finding |", "| --- | --- | --- | --- |"]
         lines += [
-            f"| {markdown(f.rule)} | {'yes' if f.required else 'no'} | {f.outcome} | {markdown(f.sentence)} |"
+            f"| {markdown(f.rule)} | {_required(f)} | {f.outcome} | {markdown(told(f))} |"
             for f in finding_rows(verdict)
         ]
         lines += [

@@ -84,14 +84,14 @@ class _Test:
         """Say what the gate's own test says of a table."""
         if self.relative is not None:
             x, y = _scores(self.n, self.solved, broken, fixed)
-            return float(recovery_score(x, y, 1 - self.relative)) <= ndtri(self.alpha)
+            return recovery_score(x, y, 1 - self.relative) <= float(ndtri(self.alpha))
         return self._below(broken, fixed, self.limit)
 
     def rejects_table(self, broken: int, fixed: int) -> bool:
         """Say what the gate's own test says of a table."""
         if self.relative is not None:
             x, y = _scores(self.n, self.solved, broken, fixed)
-            return float(recovery_score(x, y, 1 - self.relative)) >= -ndtri(self.alpha)
+            return recovery_score(x, y, 1 - self.relative) >= -float(ndtri(self.alpha))
         return self._below(fixed, broken, -self.limit)
 
     def _below(self, broken: int, fixed: int, margin: float) -> bool:
@@ -103,14 +103,29 @@ class _Test:
     def without_flips(self) -> int:
         """How many problems it takes to accept a variant that answers exactly like the baseline."""
         margin = self.limit if self.relative is None else self.relative
-        # Tango's bound without a flip is z^2/(n + z^2); that of the exact test 1 - alpha^(1/n).
+        # Tango's bound without a flip is z^2/(n + z^2).
         tango = math.floor(float(ndtri(self.alpha)) ** 2 * (1 - margin) / margin) + 1
         if self.relative is not None:  # the test of the ratio counts the problems solved
             return math.ceil(tango / max(self.solved / self.n, 1e-9))
-        exact = math.ceil(math.log(self.alpha) / math.log1p(-margin))
-        if self.method == "tango":
-            return tango
-        return exact if exact <= MAX_EXACT_PAIRS else max(MAX_EXACT_PAIRS + 1, tango)
+        return tango if self.method == "tango" else _exact_without_flips(margin, self.alpha, tango)
+
+
+def _exact_without_flips(margin: float, alpha: float, tango: int) -> int:
+    """Return from how many pairs on the exact test accepts when nothing flips; beyond its reach, Tango's."""
+    low = math.ceil(math.log(alpha) / math.log1p(-margin))  # its p-value is at least (1 - margin)^n
+    if low > MAX_EXACT_PAIRS:
+        return max(MAX_EXACT_PAIRS + 1, tango)
+    if exact_accept(0, 0, low, margin, alpha):
+        return low
+    high = low
+    while not exact_accept(0, 0, high, margin, alpha):
+        low, high = high, math.ceil(1.2 * high) + 1
+        if high > MAX_EXACT_PAIRS:
+            return max(MAX_EXACT_PAIRS + 1, tango)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if exact_accept(0, 0, middle, margin, alpha) else (middle, high)
+    return high
 
 
 def _scores(n: int, solved: int, broken: int, fixed: int) -> tuple[FloatArray, FloatArray]:
@@ -127,7 +142,7 @@ def forecast_loss(
     """Return what a non-inferiority rule decides on one task, if a harmless variant flips as the suite says.
 
     `method` is the rule's. Shares are in the margin's own unit. Nothing is returned for what cannot be: a loss
-    above the baseline's score, or a margin or a loss that no outcome would show.
+    above the baseline's score, and a margin or a loss that nothing would show.
     """
     n, flips = suite.n, suite.flip_rate
     score = suite.score
@@ -160,23 +175,31 @@ def forecast_loss(
         worth if margin.is_relative else score,
     )  # fmt: skip
     harmless = test.accept(n, flips)
-    certifiable = _certifiable(test, flips)
-    detectable = _detectable(test, flips)
+    certifiable: float | None = _certifiable(test, flips) / worth
+    detectable: float | None = _detectable(test, flips) / worth
+    if certifiable is not None and certifiable >= 1:
+        certifiable = None
+    largest = 1.0 if score is None or margin.is_relative else score
+    if detectable is not None and detectable >= largest:
+        detectable = None
     return Forecast(
         rule=name,
         task=suite.task,
         n=n,
         margin=margin.text,
         assumed=assumed,
-        certifiable=certifiable / worth if certifiable < worth else None,
-        detectable=detectable / worth
-        if detectable < min(1.0, worth if score is None else score)
-        else None,
+        certifiable=certifiable,
+        detectable=detectable,
         n_needed=_needed(test, flips),
         accept_harmless=harmless,
         reject_double=None if double is None else test.reject(flips, double),
         remarks=(
             *_impossible(margin, suite, double),
+            *(
+                ("no loss, however large, is sure enough to be detected",)
+                if detectable is None
+                else ()
+            ),
             *(_what_more_buys(test, flips) if harmless < POWER else ()),
         ),
         warnings=_warnings(test, harmless),

@@ -9,7 +9,7 @@ import pytest
 
 from quanteval.errors import ConfigError, EvidenceError
 from quanteval.gate import exit_code, worst
-from quanteval.records import VERDICT_EXIT_CODES, Score
+from quanteval.records import VERDICT_EXIT_CODES, Finding, Score
 from quanteval.report import comparison_text, junit_xml, sample_text, summary_markdown, verdict_text
 from tests.gate import evidence as make
 from tests.report.conftest import make_run, sets
@@ -155,7 +155,10 @@ def test_a_comparison_names_conditions_that_differ_and_shows_foreign_names_harml
     other = {**make.CONDITIONS, "threads": 1}
     odd = make.scores("\x1b[2Jtask", values=[1, 0, 1])
     text = comparison_text(make.variant("a", odd), make.variant("b", odd, comparable=other))
-    assert text.splitlines()[1] == "not measured alike: measured on different hardware or threads: threads (2 and 1)"
+    assert (
+        text.splitlines()[1]
+        == "not measured alike: measured on different hardware or threads: threads (2 and 1)"
+    )
     assert "\x1b" not in text
     rating = make.scores(kind="rating", values=[1, 0, 1])
     text = comparison_text(make.variant("a", make.scores()), make.variant("b", rating))
@@ -193,3 +196,22 @@ def test_one_sample_is_shown_in_full_and_harmless():
     assert "(no output)" in text
     with pytest.raises(ConfigError, match='did you mean "s1"'):
         sample_text("s11", sides)
+
+
+def test_waived_findings_are_shown_with_who_waived_them_and_fail_no_job():
+    waived = Finding(
+        rule="code", required=True, outcome="reject", sentence="code lost 9 points", task="code",
+        waived="waived by Ada until 2027-01-31: known",
+    )  # fmt: skip
+    (made,) = make_run(make.variant("c", *sets())).verdicts
+    verdict = made.model_copy(
+        update={"findings": [waived], "degraded": ["code"], "outcome": "accept"}
+    )
+    text = " ".join(verdict_text(verdict).split())
+    assert "(x) code: code lost 9 points [waived by Ada until 2027-01-31: known]" in text
+    assert "shown to have lost anything at all: code (Holm)" in text
+    summary = summary_markdown([verdict])
+    assert "| code | waived | reject | code lost 9 points [waived by Ada" in summary
+    (case,) = Xml.fromstring(junit_xml([verdict]).encode()).iter("testcase")
+    (skipped,) = case.findall("skipped")
+    assert "waived by Ada" in skipped.get("message")
