@@ -131,17 +131,18 @@ def _at(region: Region, n: int, margin: float, flip_rates: FloatArray, nats: flo
     return _probabilities(region, n, broken, np.maximum(0.0, flip_rates - margin) / 2.0, nats)
 
 
-def _worst(region: Region, n: int, margin: float) -> tuple[float, float]:
+def _worst(region: Region, n: int, margin: float, least: float = 0.0) -> tuple[float, float]:
     """Return the largest probability of the region over the flip rates, and the flip rate that has it.
 
-    A scan of the grid to about 1e-8, closer for tiny regions, then the highest peaks in full precision: twice nine
-    points between the neighbours and the vertex of the parabola through the best three.
+    A scan of the grid to about 1e-8, closer for tiny regions unless their size is below `least`, then the highest
+    peaks in full precision: twice nine points between the neighbours and the vertex of the parabola through the best
+    three.
     """
     grid = _flip_rates(n, margin)
     # the precision follows the size, down to the smallest that a double can hold
     for nats in (_SCAN, 60.0, 200.0, 760.0):
         values = _at(region, n, margin, grid, nats)
-        if float(values.max()) > 1e4 * np.exp(-nats):
+        if max(least, float(values.max())) > 1e4 * np.exp(-nats):
             break
     full = nats + _FULL - _SCAN
     padded = np.concatenate(([-1.0], values, [-1.0]))
@@ -228,7 +229,7 @@ def search_critical_z(n: int, margin: float, alpha: float) -> float:
         known = float(_at(region, n, margin, np.array(worst), _FULL).max())
         if known > alpha:  # most regions that are too large show it where the last one was worst
             return known
-        largest, where = _worst(region, n, margin)
+        largest, where = _worst(region, n, margin, alpha)
         worst[:] = [*worst[-4:], where]
         return largest
 
