@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -23,6 +22,7 @@ from quanteval.interfaces import Sample, Task
 from quanteval.judge import find_run, runs_under
 from quanteval.policy import Policy
 from quanteval.records import TaskRecord
+from quanteval.report.planning import Planning, Together, planning_json, planning_text
 from quanteval.rules._common import Pairs, first_unscored, pair_sets
 from quanteval.rules.non_inferiority import paired_units, unusable
 from quanteval.runplan import RunPlan
@@ -58,40 +58,6 @@ class Seen:
     again: ScoreSet | None = None
 
 
-@dataclass(frozen=True)
-class Together:
-    """What the required rules decide together: all must accept."""
-
-    accept_harmless: float
-    """Product of the rules' probabilities: exact where they do not depend on each other, else too low."""
-    at_most: float
-    """Smallest of them: what it would be if the rules depended on each other as much as they can."""
-    shared: tuple[str, ...]
-    """Tasks that more than one of these rules decide on."""
-    counted: tuple[str, ...]
-    """The rules in it, with their tasks."""
-    unknown: tuple[str, ...] = ()
-    """Required rules that have no probability yet."""
-
-
-@dataclass(frozen=True)
-class Planning:
-    """Everything that `quanteval plan` says."""
-
-    policy: str
-    alpha: float
-    device: str
-    suites: tuple[SuiteFacts, ...]
-    forecasts: tuple[Forecast, ...]
-    required: tuple[bool, ...]
-    """Whether the rule of each forecast is required."""
-    together: Together | None
-    unplanned: tuple[str, ...] = ()
-    """Rules that decide on what is measured."""
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
 # --------------------------------------------------------------------------- the verb
 
 
@@ -103,8 +69,6 @@ def plan_text(
     as_json: bool = False,
 ) -> str:
     """Return what `quanteval plan` prints, as text or as JSON. ConfigError for wrong input."""
-    from quanteval.report.planning import planning_json, planning_text
-
     made = plan(overrides, run, flips)
     return planning_json(made) if as_json else planning_text(made)
 
@@ -134,6 +98,14 @@ def planning_of(
     kinds = {name: suite.kind for name, suite in facts.items()}
     idle = [idle_text(name, rule, kinds) for name, rule in rules.items()]
     warnings = [text for text in idle if text]
+    told = {forecast.rule for forecast in found}
+    active = [name for name, text in zip(rules, idle, strict=True) if not text]
+    plannable = [name for name in active if hasattr(rules[name], "forecast")]
+    warnings += [
+        f"{name}: nothing can be said of it on these tasks"
+        for name in plannable
+        if name not in told
+    ]
     if not any(
         rule.is_quality and rule.required and not text
         for rule, text in zip(rules.values(), idle, strict=True)
@@ -147,7 +119,7 @@ def planning_of(
         forecasts=tuple(found),
         required=tuple(rules[forecast.rule].required for forecast in found),
         together=together(policy, found, device),
-        unplanned=tuple(name for name, rule in rules.items() if not hasattr(rule, "forecast")),
+        unplanned=tuple(name for name in active if name not in plannable),
         warnings=tuple(warnings),
         notes=(*notes, *_policy_notes(policy)),
     )
@@ -313,23 +285,20 @@ def _flips(seen: Seen) -> tuple[float | None, str]:
     changes = [change for scores in seen.candidates if (change := _change(seen.baseline, scores))]
     harmless = [change for change in changes if not change.is_worse]
     noise = _change(seen.baseline, seen.again) if seen.again is not None else None
-    if not harmless and noise is None:
-        return None, ""
+    middle = median_low([_flip_rate(change) for change in harmless]) if harmless else 0.0
+    if noise is not None and _flip_rate(noise) > middle:
+        return _flip_rate(noise), f"repeated baseline of {seen.run}"
     if not harmless:
-        return _at_least_half(noise), f"repeated baseline of {seen.run}"
-    middle = median_low([change.flip_rate for change in harmless])
-    chosen = next(change for change in harmless if change.flip_rate == middle)
-    if noise is not None and noise.flip_rate > middle:
-        return _at_least_half(noise), f"repeated baseline of {seen.run}"
+        return None, ""
     who = "candidate" if len(harmless) == 1 else f"median of {len(harmless)} candidates"
     left = len(changes) - len(harmless)
     without = f" without {left} that lost" if left else ""
-    return _at_least_half(chosen), f"{who}{without} in {seen.run}"
+    return middle, f"{who}{without} in {seen.run}"
 
 
-def _at_least_half(change: _Change | None) -> float:
-    """Return the flip rate, at least that of half a flip: none among n does not show that there never is one."""
-    return 0.0 if change is None else max(change.flip_rate, 0.5 / change.n)
+def _flip_rate(change: _Change) -> float:
+    """Return the flip rate, half a flip where there was none: none among n does not show that there never is one."""
+    return change.flip_rate or 0.5 / change.n
 
 
 def _change(baseline: ScoreSet, other: ScoreSet) -> _Change | None:
@@ -454,15 +423,11 @@ def stored_scores(
             if task not in search.ignored
         ]
         return search.seen, search.notes
-    for stored in _newest_first(config.output_root):
+    for stored in reversed(list(runs_under(config.output_root))):
         if not search.missing:
             break
         search.look_into(stored, lambda other: _alike(config.config, other))
     return search.seen, search.notes
-
-
-def _newest_first(root: Path) -> list[RunDirectory]:
-    return list(runs_under(root))[::-1]
 
 
 def _alike(mine: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -4,19 +4,50 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from quanteval.evidence import Forecast, SuiteFacts
 from quanteval.report.text import line, number, wrap
-
-if TYPE_CHECKING:
-    from quanteval.planning import Planning, Together
 
 POWER = 0.8
 """Probability behind every "smallest" and "needed" of a forecast."""
 
 UNITS = {"perplexity": "documents", "divergence": "documents"}
+
+
+@dataclass(frozen=True)
+class Together:
+    """What the required rules decide together: all must accept."""
+
+    accept_harmless: float
+    """Product of the rules' probabilities: exact where they do not depend on each other, else too low."""
+    at_most: float
+    """Smallest of them: what it would be if the rules depended on each other as much as they can."""
+    shared: tuple[str, ...]
+    """Tasks that more than one of these rules decide on."""
+    counted: tuple[str, ...]
+    """The rules in it, with their tasks."""
+    unknown: tuple[str, ...] = ()
+    """Required rules that have no probability yet."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Everything that `quanteval plan` says."""
+
+    policy: str
+    alpha: float
+    device: str
+    suites: tuple[SuiteFacts, ...]
+    forecasts: tuple[Forecast, ...]
+    required: tuple[bool, ...]
+    """Whether the rule of each forecast is required."""
+    together: Together | None
+    unplanned: tuple[str, ...] = ()
+    """Rules that decide on what is measured."""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def planning_text(plan: Planning) -> str:

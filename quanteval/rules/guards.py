@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
 from quanteval.records import Finding, Outcome
-from quanteval.rules._common import bare, check_share, first_non_finite, percent
+from quanteval.rules._common import (
+    Pairs,
+    bare,
+    beside,
+    check_share,
+    first_non_finite,
+    invalid,
+    pair,
+    percent,
+)
+from quanteval.stats import clustered_ratio
+
+LENGTH_ALPHA = 0.05
+"""Level of the bounds that are shown beside a ratio of lengths; they do not decide."""
 
 Checked = tuple[Outcome, str]
 
@@ -79,7 +95,11 @@ def share(scores: ScoreSet, status: str) -> float:
 
 @dataclass(frozen=True)
 class OutputLength:
-    """Keep the mean number of output tokens within a band around the baseline's (as MLPerf does)."""
+    """Keep the mean number of output tokens within a band around the baseline's (as MLPerf does).
+
+    The ratio seen decides. Its one-sided bounds are shown: those of a ratio of sums over problems (`clustered_ratio`).
+    Nothing is accepted while samples are missing or errored, since their outputs could be of any length.
+    """
 
     min_ratio: float = 0.8
     max_ratio: float = 1.25
@@ -100,19 +120,87 @@ class OutputLength:
         candidate: VariantEvidence,
         context: RuleContext,
     ) -> list[Finding]:
-        """Return a finding for each task that generates."""
-        return _each_task(name, self.required, baseline, candidate, self._task)
+        """Return a finding for each task that generates; `estimate` is the ratio, `n` the problems."""
+        findings = []
+        for task, cand in candidate.scores.items():
+            base = baseline.scores.get(task)
+            if not cand.sample_ids:
+                findings.append(
+                    bare(
+                        name, required=self.required, outcome="invalid", task=task,
+                        sentence=f"{task}: no samples",
+                    )
+                )  # fmt: skip
+            elif base is not None and base.output_tokens.sum() > 0:
+                pairs = pair(task, baseline, candidate, context.max_missing)
+                findings.append(
+                    invalid(name, required=self.required, task=task, problem=pairs.problem)
+                    if pairs.problem
+                    else self._task(name, base, cand, pairs)
+                )
+        return findings or [_nothing(name, self.required)]
 
-    def _task(self, base: ScoreSet | None, cand: ScoreSet) -> Checked | None:
-        if base is None or base.output_tokens.sum() == 0:
-            return None
-        before, after = float(base.output_tokens.mean()), float(cand.output_tokens.mean())
-        ratio = after / before
+    def _task(self, name: str, base: ScoreSet, cand: ScoreSet, pairs: Pairs) -> Finding:
+        first, second = pairs.baseline_rows, pairs.candidate_rows
+        errored = [
+            "error" in (base.status[i], cand.status[j]) for i, j in zip(first, second, strict=True)
+        ]
+        lost = sum(errored) + pairs.missing
+        before, after = base.output_tokens[first], cand.output_tokens[second]
+        if not before.sum() > 0:
+            problem = "the baseline wrote nothing in the samples scored on both sides"
+            return invalid(name, required=self.required, task=pairs.task, problem=problem)
+        ratio = float(after.mean() / before.mean())
+        bounds = _length_bounds(before, after, pairs)
         good = self.min_ratio <= ratio <= self.max_ratio
-        return "accept" if good else "reject", (
-            f"{before:.1f} -> {after:.1f} output tokens a sample (n={len(cand.sample_ids)}), ratio {ratio:.2f}, "
+        outcome: Outcome = "reject" if not good else "inconclusive" if lost else "accept"
+        near = self.max_ratio if ratio > 1 else self.min_ratio
+        seen = beside(ratio, near, 2)
+        if bounds is not None:
+            seen += f" (between {bounds[0]:.2f} and {bounds[1]:.2f} with 95 % confidence each)"
+        told = (
+            f"{before.mean():.1f} -> {after.mean():.1f} output tokens a sample (n={len(first)}), ratio {seen}, "
             f"{'within' if good else 'outside'} {self.min_ratio:g} to {self.max_ratio:g}"
         )
+        if lost:
+            told += f"; {lost} samples are missing or errored, so nothing is accepted"
+        return Finding(
+            rule=name,
+            required=self.required,
+            outcome=outcome,
+            sentence=f"{pairs.task}: {told}",
+            task=pairs.task,
+            metric="output tokens",
+            unit="ratio",
+            method="ratio seen; bounds: clustered t over problems",
+            n=pairs.n,
+            baseline_value=float(before.mean()),
+            candidate_value=float(after.mean()),
+            estimate=ratio,
+            lower=None if bounds is None else bounds[0],
+            upper=None if bounds is None else bounds[1],
+            confidence=None if bounds is None else 1 - LENGTH_ALPHA,
+            margin=near,
+        )
+
+
+def _length_bounds(
+    before: NDArray[np.int64], after: NDArray[np.int64], pairs: Pairs
+) -> tuple[float, float] | None:
+    """Return the bounds of sum(after)/sum(before) over problems, None for fewer than two that can be told apart.
+
+    A problem in which the baseline wrote nothing has no weight of its own and is joined to the one before it (the
+    first ones to the one after): independent clusters put together are clusters still.
+    """
+    weights = np.bincount(pairs.problems, weights=before, minlength=pairs.n)
+    totals = np.bincount(pairs.problems, weights=after, minlength=pairs.n)
+    cluster = np.maximum(np.cumsum(weights > 0) - 1, 0)
+    if cluster[-1] < 1:
+        return None
+    found = clustered_ratio(
+        np.bincount(cluster, weights=totals), np.bincount(cluster, weights=weights), LENGTH_ALPHA
+    )
+    return max(0.0, found.lower), found.upper
 
 
 @dataclass(frozen=True)
@@ -212,6 +300,8 @@ def _each_task(
             findings.append(
                 bare(name, required=required, outcome=outcome, sentence=sentence, task=task)
             )
-    return findings or [
-        bare(name, required=required, outcome="skipped", sentence="no task it concerns was run")
-    ]
+    return findings or [_nothing(name, required)]
+
+
+def _nothing(name: str, required: bool) -> Finding:
+    return bare(name, required=required, outcome="skipped", sentence="no task it concerns was run")

@@ -1,8 +1,8 @@
 """Error rates of the shipped gate: which evidence `decide` accepts, and how often such evidence comes about.
 
 For 0/1 scores nothing is simulated: the tables of flips that the gate accepts are found by asking it, and their
-probabilities are summed here without the package's statistics. Fractions and documents are drawn from seeded populations
-whose loss is known. `python benchmarks/gate_grid.py` prints all of it.
+probabilities are summed here without the package's statistics. Fractions and documents are drawn from seeded
+populations whose loss is known. `python benchmarks/gate_grid.py` prints all of it.
 """
 
 from __future__ import annotations
