@@ -150,7 +150,9 @@ def _size_cells(
             yield "linear_bits", Cell(artifact.effective.linear_bits_per_weight)
     if memory is not None:
         yield "weights", Cell(memory.weights_bytes)
-        yield "peak", Cell(memory.process_peak_bytes)
+        # Peaks are those of serving a load; a process that had none is no comparison.
+        if any(stage.partition(":")[0] == "bench" for stage in variant.result.stages):
+            yield "peak", Cell(memory.process_peak_bytes)
         yield "kv", Cell(memory.kv_bytes_per_token_measured or None)
         if baseline is not None and baseline.memory is not None:
             yield "weights_ratio", Cell(_ratio(memory.weights_bytes, baseline.memory.weights_bytes))

@@ -135,6 +135,7 @@ def test_every_guard_of_the_strict_policy_fails_a_release_on_its_own(rule, chang
     columns = {k: v for k, v in change.items() if k in ("status", "output_tokens")}
     parts = {k: v for k, v in change.items() if k not in columns}
     base, again = (make.variant(name, MANY, *others) for name in ("base", "base_again"))
+    others = (make.perplexity(nll + 0.01), others[1])
     good = decide(policy, base, make.variant("cand", MANY, *others), again=again)
     assert good.outcome == "accept", good.reason
     harmed = make.variant("cand", dataclasses.replace(MANY, **columns), *others, **parts)

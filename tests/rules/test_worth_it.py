@@ -114,7 +114,7 @@ def test_several_timings_share_the_level():
     assert one(WorthIt((MEMORY, RATE)), base, between).outcome == "accept"
     several = one(WorthIt((RATE, STREAM, request_rate)), base, between)
     assert several.outcome == "inconclusive"
-    assert several.method == "any of 3, timings at 98.33 % confidence each"
+    assert several.method == "any of 3, timings at 98.3 % confidence each"
     assert several.confidence == 0.95
 
 
