@@ -37,6 +37,10 @@ check: $(READY)
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Our serving path against the script one would write instead, in turns, as a ratio.
+# Our serving path against the script one would write instead, in turns, as a ratio; gating a large run again;
+# and the gate's error rates on the full grid, through the shipped gate.
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/regate.py
+	$(BIN)/python benchmarks/gate_grid.py
+	$(BIN)/python -m tests.gate.sequential

@@ -1,6 +1,6 @@
 """How often the gate accepts: exactly for 0/1 scores, by simulation for fractions and perplexity. Prints Markdown.
 
-Every verdict is that of `quanteval.gate.decide`. Run from a checkout; takes about a quarter of an hour on one core.
+Every verdict is that of `quanteval.gate.decide`. Run from a checkout; takes some minutes on one core.
 
     python benchmarks/gate_grid.py [replicates]
 """

@@ -167,6 +167,14 @@ def _check(parsed: argparse.Namespace) -> int:
     return max((error.exit_code for error in errors), default=0)
 
 
+def _plan(parsed: argparse.Namespace) -> int:
+    from quanteval.planning import plan_text
+
+    _take_task_dirs([part for folder in parsed.task_dir for part in ("--task-dir", folder)])
+    print(plan_text(parsed.overrides, parsed.run, parsed.flips, as_json=parsed.json))
+    return 0
+
+
 # --------------------------------------------------------------------------- gate, report, compare
 
 
@@ -390,6 +398,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--task-dir", action="append", default=[], help="as for run")
     check.add_argument("overrides", nargs="*", help="as for run")
+
+    plan = verb(
+        "plan",
+        _plan,
+        "say what a policy can decide on the chosen suites, before anything is run",
+        "quanteval plan task=[humaneval,pydoc] gate=strict",
+    )
+    plan.add_argument(
+        "--run", help="stored run to learn from (default: the newest of this model and suite)"
+    )
+    plan.add_argument(
+        "--flips",
+        type=float,
+        metavar="SHARE",
+        help="share of problems a harmless variant changes (default: a run's, or 0.05)",
+    )
+    plan.add_argument("--task-dir", action="append", default=[], help="as for run")
+    plan.add_argument("--json", action="store_true", help="print as JSON")
+    plan.add_argument("overrides", nargs="*", help="as for run")
 
     doctor = verb(
         "doctor", _doctor, "say what this machine and installation can do", "quanteval doctor"

@@ -67,13 +67,20 @@ def may_stop(policy: Policy, device: str, task: str, kind: str) -> bool:
     rules = policy.rules_on(device).values()
     if any(takes(task, kind) for rule in rules if (takes := getattr(rule, "takes_whole", None))):
         return False
-    return any(
-        rule.is_quality
+    deciding = [
+        rule
+        for rule in rules
+        if rule.is_quality
         and rule.required
         and task == (getattr(rule, "task", None) or task)
         and kind == (getattr(rule, "kind", None) or kind)
-        for rule in rules
-    )
+    ]
+    if policy.sequential.method == "betting":
+        # Planned looks can lower the level of any rule; at unplanned ones only the betting test holds.
+        return bool(deciding) and all(
+            getattr(rule, "holds_at_any_look", False) for rule in deciding
+        )
+    return bool(deciding)
 
 
 def is_decided(

@@ -196,7 +196,7 @@ def test_waivers_devices_and_early_stops_are_heeded():
     mine = policy(loose={**CODE, "margin": "1 point"}, more=more)
     found = planning_of(mine, facts, "cuda")
     assert found.together.counted == ("code on a",)
-    assert [f.margin for f in found.forecasts] == ["9 points", "1 points"]
+    assert [f.margin for f in found.forecasts] == ["9 points", "1 point"]
     assert any("5 looks" in note for note in found.notes)
     assert any("waived by me" in note for note in found.notes)
 

@@ -139,6 +139,6 @@ def _divergence(scores: ScoreSet) -> list[Metric]:
     if parts:
         kl = np.concatenate(parts)
         for name, q in (("median KL", 0.5), ("p99 KL", 0.99)):
-            quantile = float(np.quantile(kl, q))
+            quantile = float(np.quantile(kl, q, method="inverted_cdf"))
             out.append(Metric(name, quantile, None, None, len(kl), "tokens", "nats/token", False))
     return out

@@ -216,7 +216,7 @@ def percent(share: float) -> str:
 
 
 def confidence(alpha: float) -> str:
-    """Return '95 %', with the decimals that the level needs: 99.95 % is not 100 %, and 95.9045 % is 95.9 %: alpha is kept to a fiftieth."""
+    """Return '95 %', with the decimals that the level needs: 99.95 % is not 100 %, and 95.9045 % is 95.9 %."""
     share, digits = 100 * (1 - alpha), 0
     while digits < 6 and abs(round(share, digits) - share) > 2 * alpha:
         digits += 1

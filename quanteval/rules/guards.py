@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,7 @@ class SampleStatus:
             ("timeout", self.max_timeout_excess),
             ("truncated", self.max_truncated_excess),
         ):
-            mine, theirs = share(cand, status), share(base, status) if base else 0.0
+            mine, theirs = share(cand, status), share(base, status, cand) if base else 0.0
             if mine - theirs > limit:
                 problems.append(
                     f"{percent(mine)} of samples were {status}, the baseline's {percent(theirs)}: "
@@ -88,9 +88,14 @@ class SampleStatus:
         return ("reject", "; ".join(problems) + f" (n={n})") if problems else ("accept", good)
 
 
-def share(scores: ScoreSet, status: str) -> float:
-    """Return the share of samples with a status."""
-    return scores.status.count(status) / len(scores.status) if scores.status else 0.0
+def share(scores: ScoreSet, status: str, among: ScoreSet | None = None) -> float:
+    """Return the share of samples with a status, of those that `among` has too (a task may have stopped early)."""
+    statuses: Sequence[str] = scores.status
+    if among is not None and among.sample_ids != scores.sample_ids:
+        ids = set(among.sample_ids)
+        rows = zip(scores.sample_ids, scores.status, strict=True)
+        statuses = [value for sample_id, value in rows if sample_id in ids]
+    return statuses.count(status) / len(statuses) if statuses else 0.0
 
 
 @dataclass(frozen=True)

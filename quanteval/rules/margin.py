@@ -51,7 +51,9 @@ class Margin:
     @property
     def text(self) -> str:
         """The margin for a person."""
-        return f"{100 * self.value:g} {'% of the baseline' if self.is_relative else POINTS}"
+        number = f"{100 * self.value:g}"
+        unit = "point" if number == "1" else POINTS
+        return f"{number} {'% of the baseline' if self.is_relative else unit}"
 
 
 def parse_margin(value: Any) -> Any:

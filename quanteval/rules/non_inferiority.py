@@ -31,14 +31,15 @@ from quanteval.rules._common import (
 from quanteval.rules._forecast import forecast_loss
 from quanteval.rules._noise import noise_of
 from quanteval.rules.margin import POINTS, RELATIVE, Margin, MarginField
-from quanteval.stats import NonInferiority as Test
 from quanteval.stats import (
+    MAX_EXACT_PAIRS,
     absolute_loss,
     bounded_score,
     mcnemar_exact,
     point_rule_error,
     relative_loss,
 )
+from quanteval.stats import NonInferiority as Test
 from quanteval.stats.sequential import betting_loss
 
 POWER = 0.8
@@ -77,6 +78,11 @@ class NonInferiority:
         """Whether acceptance is evidence of quality: not that of a point comparison."""
         return self.method != "point"
 
+    @property
+    def holds_at_any_look(self) -> bool:
+        """Whether the betting test can decide this rule."""
+        return not self.margin.is_relative
+
     def check(
         self,
         name: str,
@@ -100,26 +106,46 @@ class NonInferiority:
         if problem := unusable(c.base) or unusable(c.cand):
             return invalid(c.rule, required=self.required, task=c.task, problem=problem)
         x, y = paired_units(c.base, c.cand, c.pairs)
-        if self.method == "exact" and not np.isin([x, y], (0.0, 1.0)).all():
-            problem = "the exact test needs scores of 0 and 1"
+        if problem := self._too_much_for_exact(x, y):
             return invalid(c.rule, required=self.required, task=c.task, problem=problem)
-        if self.margin.is_relative and not x.mean() >= max(self.margin.min_baseline, 1e-9):
+        if why := self._says_nothing(c, x):
+            sentence = f"{c.task}: {why}"
             return bare(
-                c.rule, required=self.required, outcome="inconclusive", task=c.task,
-                sentence=f"{c.task}: the baseline scores {percent(float(x.mean()))}, below the "
-                f"{percent(self.margin.min_baseline)} from which a relative margin means something",
-            )  # fmt: skip
-        look = c.cand.record.sequential
-        if self.margin.is_relative and look is not None and look.method == "betting":
-            return bare(
-                c.rule, required=self.required, outcome="inconclusive", task=c.task,
-                sentence=f"{c.task}: the betting test takes absolute margins only, not "
-                f"{self.margin.text}: use points, or planned looks",
-            )  # fmt: skip
+                c.rule,
+                required=self.required,
+                outcome="inconclusive",
+                task=c.task,
+                sentence=sentence,
+            )
         notes = _notes(c)
         if self.method == "point":
             return self._compare_points(c, x, y, notes)
         return self._decide(c, x, y, notes)
+
+    def _too_much_for_exact(self, x: FloatArray, y: FloatArray) -> str:
+        if self.method != "exact":
+            return ""
+        if len(x) > MAX_EXACT_PAIRS:
+            return f'the exact test takes at most {MAX_EXACT_PAIRS} problems, use method "auto"'
+        binary = np.isin([x, y], (0.0, 1.0)).all()
+        return "" if binary else "the exact test needs scores of 0 and 1"
+
+    def _says_nothing(self, c: Comparison, x: FloatArray) -> str:
+        """Return why a relative margin cannot be judged here, '' when it can."""
+        look = c.cand.record.sequential
+        if not self.margin.is_relative:
+            return ""
+        if not x.mean() >= max(self.margin.min_baseline, 1e-9):
+            return (
+                f"the baseline scores {percent(float(x.mean()))}, below the "
+                f"{percent(self.margin.min_baseline)} from which a relative margin means something"
+            )
+        if look is not None and look.method == "betting":
+            return (
+                f"the betting test takes absolute margins only, not {self.margin.text}: use points, "
+                "or planned looks"
+            )
+        return ""
 
     def _compare_points(
         self, c: Comparison, x: FloatArray, y: FloatArray, notes: list[str]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr, ndtri
+from scipy.special import nctdtr, ndtri, stdtrit
 
 from quanteval.evidence import Forecast, RuleContext, SuiteFacts, VariantEvidence
 from quanteval.records import Finding, Outcome
@@ -78,20 +78,28 @@ class PerplexityRatio:
             if suite.n < MINIMUM_DOCUMENTS
             else ()
         )
+        if few:
+            return Forecast(
+                name, suite.task, suite.n, margin, "", accept_harmless=0.0, reject_double=0.0,
+                n_needed=MINIMUM_DOCUMENTS, warnings=few,
+            )  # fmt: skip
         if suite.spread is None:
             assumed = "the spread between documents is not known: run it once, then plan again"
-            return Forecast(name, suite.task, suite.n, margin, assumed, warnings=few)
+            return Forecast(name, suite.task, suite.n, margin, assumed)
         z = float(ndtri(POWER) - ndtri(alpha))
         limit = math.log(self.max_ratio)
-        harmless = float(ndtr(limit / suite.spread + ndtri(alpha))) if suite.spread else 1.0
-        if not few and harmless < POWER:
+        harmless = 1.0
+        if suite.spread:
+            critical = -float(stdtrit(suite.n - 1, alpha))
+            harmless = 1 - float(nctdtr(suite.n - 1, limit / suite.spread, critical))
+        if harmless < POWER:
             few = (f"a harmless variant is accepted in {percent(harmless)} of runs only",)
         return Forecast(
             rule=name,
             task=suite.task,
             n=suite.n,
             margin=margin,
-            assumed=f"spread of ln ratio {suite.spread:.4f} ({suite.source}), normal approximation",
+            assumed=f"spread of ln ratio {suite.spread:.4f} ({suite.source})",
             certifiable=_exp(z * suite.spread),
             detectable=_exp(z * suite.spread),
             n_needed=max(MINIMUM_DOCUMENTS, math.ceil((z * suite.spread / limit) ** 2 * suite.n)),

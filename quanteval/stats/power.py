@@ -202,7 +202,7 @@ def pairs_needed(
         step, top = max(1, start // 100), math.ceil(1.1 * start)
     else:
         step, top = max(1, start // 500), math.ceil(1.4 * start) + math.ceil(8.0 / margin)
-    while not all(enough(n) for n in range(top - 5 * step, top + 1, step)):
+    while not all(enough(n) for n in range(max(1, top - 5 * step), top + 1, step)):
         top = math.ceil(1.2 * top) + 1
     while top > step and enough(top - step):
         top -= step

@@ -40,7 +40,8 @@ def test_divergence_metrics():
     found = by_name(make.divergence([1.0, 3.0], [90, 100]))
     assert found["mean KL"].value == pytest.approx(0.02)
     assert found["top-1 agreement"].value == pytest.approx(0.95)
-    assert found["median KL"].value == pytest.approx(0.02)
+    # The smallest value with half of the tokens at or below it.
+    assert found["median KL"].value == pytest.approx(0.01)
     assert found["median KL"].n == 200
     assert found["mean KL"].lower >= 0
     assert found["top-1 agreement"].upper <= 1

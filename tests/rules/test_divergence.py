@@ -213,3 +213,12 @@ def test_other_wrong_parameters_are_refused():
         DivergenceBound(metric="p95_kl", max=0.1, kind="divergence")
     with pytest.raises(ValueError, match="exactly one"):
         DivergenceBound(metric="mean_kl", max=0.1)
+
+
+def test_the_sentence_of_a_divergence():
+    rule = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence", alpha=0.025)
+    same = make.divergence(np.full(20, 1.0), np.full(20, 95))
+    assert one(rule, same).sentence == (
+        "distance: top-1 agreement 95.0 % (n=20 documents, between 95.0 and 95.0 with 97.5 % confidence each), "
+        "shown to be above 90 %"
+    )

@@ -52,7 +52,7 @@ def test_a_gain_beyond_chance_is_an_alarm(better, worse, outcome):
     base, cand = gained(better, worse)
     finding = one(RULE, make.scores(values=base), make.scores(values=cand))
     assert finding.outcome == outcome
-    test = absolute_loss(cand, base, 0.02, alpha=0.001, reject_alpha=0.001)
+    test = absolute_loss(cand, base, 0.02, alpha=0.001, reject_alpha=0.001, method="score")
     assert (finding.estimate, finding.lower, finding.upper) == (test.loss, test.lower, test.upper)
     assert finding.confidence == pytest.approx(0.999)
     assert not finding.required

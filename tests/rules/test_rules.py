@@ -9,7 +9,6 @@ import pytest
 
 from quanteval.evidence import RuleContext
 from quanteval.rules._common import beside, confidence
-from quanteval.rules.divergence import DivergenceBound
 from quanteval.rules.guards import EffectivePrecision, FiniteScores, OutputLength, SampleStatus
 from quanteval.rules.non_inferiority import Margin, NonInferiority, needed_pairs
 from quanteval.rules.perplexity import PerplexityRatio
@@ -253,46 +252,6 @@ def test_what_perplexity_cannot_use():
 
 def test_the_same_documents_give_the_same_bounds():
     assert one(PPL, *documents(0.01)) == one(PPL, *documents(0.01))
-
-
-# --------------------------------------------------------------------------- divergence
-
-
-@pytest.mark.parametrize(("kl", "outcome"), [(2.0, "accept"), (8.0, "reject")])
-def test_mean_kl_is_bounded(kl, outcome):
-    rule = DivergenceBound(metric="mean_kl", max=0.05, kind="divergence")
-    totals = np.full(20, kl) + np.linspace(-0.5, 0.5, 20)
-    baseline = make.variant("base", make.divergence(np.zeros(20), np.full(20, 100)))
-    finding = one(rule, baseline, make.variant("cand", make.divergence(totals, np.full(20, 95))))
-    assert finding.outcome == outcome
-    assert finding.estimate == pytest.approx(kl / 100)
-    assert finding.sentence.endswith(
-        f"with 95 % confidence each), shown {'to' if outcome == 'accept' else 'not to'} be below 0.05 nats/token"
-    )
-    agreement = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence")
-    assert (
-        one(
-            agreement, baseline, make.variant("cand", make.divergence(totals, np.full(20, 95)))
-        ).outcome
-        == "accept"
-    )
-
-
-def test_divergence_bounds_are_checked():
-    with pytest.raises(ValueError, match='needs "max"'):
-        DivergenceBound(metric="mean_kl", min=0.1, kind="divergence")
-    with pytest.raises(ValueError, match="exactly one"):
-        DivergenceBound(metric="mean_kl", max=0.1)
-
-
-def test_the_sentence_of_a_divergence():
-    rule = DivergenceBound(metric="top1_agreement", min=0.9, kind="divergence", alpha=0.025)
-    zero = make.variant("base", make.divergence(np.zeros(20), np.full(20, 100)))
-    same = make.variant("cand", make.divergence(np.full(20, 1.0), np.full(20, 95)))
-    assert one(rule, zero, same).sentence == (
-        "distance: top-1 agreement 95.0 % (n=20 documents, between 95.0 and 95.0 with 97.5 % confidence each), "
-        "shown to be above 90 %"
-    )
 
 
 # --------------------------------------------------------------------------- guards
