@@ -15,7 +15,13 @@ from quanteval.environment import now
 from quanteval.evidence import Rule, RuleContext, VariantEvidence
 from quanteval.looks import stopped_early
 from quanteval.policy import COMPLETENESS, Policy
-from quanteval.records import VERDICT_EXIT_CODES, Finding, Verdict, VerdictOutcome
+from quanteval.records import (
+    VERDICT_EXIT_CODES,
+    Finding,
+    SequentialLook,
+    Verdict,
+    VerdictOutcome,
+)
 from quanteval.stats import holm
 
 SEVERITY: tuple[VerdictOutcome, ...] = (
@@ -43,7 +49,7 @@ def decide(
     if differing:
         reason = f"{candidate.name} and {baseline.name} were not measured alike: {differing}"
         return _verdict(policy, baseline, candidate, "not_comparable", reason, [])
-    findings = [_completeness(baseline, candidate, tasks, policy.max_missing)]
+    findings = [_completeness(baseline, candidate, tasks, policy)]
     accepted: list[Finding] = []
     context = RuleContext(policy.alpha, policy.max_missing, again)
     for name, rule in policy.rules_on(_device(candidate)).items():
@@ -144,7 +150,7 @@ def _completeness(
     baseline: VariantEvidence,
     candidate: VariantEvidence,
     tasks: Sequence[str],
-    max_missing: float,
+    policy: Policy,
 ) -> Finding:
     """Return whether every task that was to run is there, whole (up to a share), on both sides."""
     problems, remarks = [], []
@@ -156,16 +162,20 @@ def _completeness(
                 problems.append(f"{evidence.name} has no scores for {task}")
                 continue
             expected, seen = scores.record.samples_expected, len(scores.sample_ids)
-            allowed = max_missing * expected
+            allowed = policy.max_missing * expected
+            look = scores.record.sequential
+            if look is not None and not _planned(look, policy):
+                problems.append(f"{evidence.name} stopped {task} by other looks than the policy's")
             if expected - seen > allowed or seen > expected:
                 problems.append(f"{evidence.name} has {seen} of {expected} samples of {task}")
-            elif scores.record.status != "complete" and not max_missing:
+            elif scores.record.status != "complete" and not policy.max_missing:
                 problems.append(f"{evidence.name} did not finish {task}")
             elif seen < expected:
                 remarks.append(f"{evidence.name} lacks {expected - seen} of {expected} of {task}")
-            if stopped_early(scores.record) and scores.record.sequential is not None:
-                planned = scores.record.sequential.samples_planned
-                remarks.append(f"{task} was decided after {expected} of {planned} samples")
+            if look is not None and stopped_early(scores.record):
+                remarks.append(
+                    f"{task} was decided after {expected} of {look.samples_planned} samples"
+                )
     if not names:
         problems.append("no task was run")
     return Finding(
@@ -175,6 +185,12 @@ def _completeness(
         sentence="; ".join(problems)
         or "; ".join([f"complete on both sides: {', '.join(names)}", *remarks]),
     )
+
+
+def _planned(look: SequentialLook, policy: Policy) -> bool:
+    """Whether a task was looked at as the policy says: another seed would choose other samples."""
+    plan = policy.sequential
+    return plan is not None and plan.at(look.samples_planned, look.look) == look
 
 
 def _combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quanteval.attempts import Attempt, remember, with_earlier
@@ -108,7 +108,14 @@ def policy_of(run: RunDirectory, name: str | None = None) -> Policy:
     manifest = run.load_manifest()
     extra = (manifest.config.get("trust") or {}).get("targets") or []
     prefixes = (*DEFAULT_PREFIXES, *extra)
-    return read_policy(name, prefixes) if name else load_policy(manifest.policy, prefixes=prefixes)
+    if not name:
+        return load_policy(manifest.policy, prefixes=prefixes)
+    policy = read_policy(name, prefixes)
+    if policy.sequential is None and (looks := manifest.policy.get("sequential")):
+        # How a run was looked at is settled; bounds at its looks hold for any margin.
+        own = load_policy({**policy.node, "sequential": looks}, prefixes=prefixes)
+        return replace(policy, sequential=own.sequential)
+    return policy
 
 
 def gate_run(name: str, policy: str | None, candidate: str | None) -> list[Verdict]:

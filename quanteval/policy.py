@@ -25,6 +25,7 @@ KEYS = (
     "waivers",
 )  # fmt: skip
 OPTIONAL = ("max_missing", "sequential", "devices", "waivers", "description")
+DEVICES = ("cpu", "cuda")
 VERSION = 1
 COMPLETENESS = "completeness"
 """The gate's own finding; no rule may take this name."""
@@ -190,6 +191,10 @@ def _by_device(
         )
     out = {}
     for device, change in devices.items():
+        if device not in DEVICES:
+            raise ConfigError(
+                f'policy "{label}": no device "{device}"; {near(str(device), DEVICES)}'
+            )
         changed = change.get("rules") if isinstance(change, Mapping) else None
         if not isinstance(changed, Mapping) or set(change) != {"rules"}:
             raise ConfigError(

@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
 from quanteval.looks import evaluated_ids, level
 from quanteval.records import Finding, Outcome
+from quanteval.targets import near
 
 FloatArray = NDArray[np.float64]
+KINDS = ("code", "perplexity", "divergence", "multiple_choice", "generate", "needle")
+"""Kinds of tasks that ship or are planned; others come from outside and are known once they were run."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,11 @@ def select_tasks(
     known = {**baseline.scores, **candidate.scores}
     chosen = sorted(t for t, scores in known.items() if scores.record.kind == kind)
     if not chosen:
-        sentence = f"no task of kind {kind} was run"
-        return Selection(
-            finding=bare(name, required=required, outcome="skipped", sentence=sentence)
-        )
+        # A kind that nobody knows is a slip of the pen, and must not switch a rule off.
+        slip = "" if kind in KINDS else f"; {near(str(kind), KINDS)}"
+        sentence = f"no task of kind {kind} was run{slip}"
+        outcome: Outcome = "invalid" if slip and required else "skipped"
+        return Selection(finding=bare(name, required=required, outcome=outcome, sentence=sentence))
     return Selection(tuple(chosen))
 
 

@@ -65,10 +65,14 @@ class SampleStatus:
                 f"{percent(self.max_errors)} may (n={len(base.sample_ids)})"
             )
         problems = []
-        errors = share(cand, "error")
+        expected = max(cand.record.samples_expected, len(cand.sample_ids))
+        missing = expected - len(cand.sample_ids)
+        # A sample that is not there is no better than one that errored.
+        errors = (cand.status.count("error") + missing) / expected
         if errors > self.max_errors:
             problems.append(
-                f"{percent(errors)} of samples errored, at most {percent(self.max_errors)} may"
+                f"{percent(errors)} of samples errored{' or are missing' if missing else ''}, at most "
+                f"{percent(self.max_errors)} may"
             )
         for status, limit in (
             ("timeout", self.max_timeout_excess),

@@ -344,6 +344,7 @@ def _method(method: str) -> str:
         "exact": "exact unconditional test, Tango's ordering",
         "score": "score test (Tango's for 0/1 scores)",
         "score_ratio": "score test of the ratio (Tang; Nam and Blackwelder)",
+        "score_exact": "score test, referred to the exact null of 0/1 scores",
         "betting": "betting e-process, valid at every look",
     }.get(method, method)
 

@@ -29,7 +29,7 @@ class ClusterEstimate:
 
     estimate: float
     se: float
-    df: int
+    df: float
     lower: float
     upper: float
     alpha: float
@@ -49,12 +49,16 @@ class ClusterEstimate:
 
 
 def clustered_ratio(totals: ArrayLike, weights: ArrayLike, alpha: float = 0.05) -> ClusterEstimate:
-    """Return sum(totals)/sum(weights) over clusters, with the linearised standard error and t bounds, D - 1 df.
+    """Return sum(totals)/sum(weights) over clusters, with the jackknife standard error and t bounds.
 
-    With R the ratio and r_j = totals_j - R weights_j: SE = sqrt(D/(D - 1) sum r_j^2)/sum(weights), the ratio
-    estimator of survey sampling (Cochran, Sampling Techniques, chapter 6). For the difference of log perplexities the
-    totals are the documents' NLL sums, variant minus baseline, and the weights their scored tokens: the estimate is
-    then ln(PPL_variant/PPL_baseline). For a mean divergence the totals are the documents' sums of it.
+    With R the ratio and R_(j) the one without cluster j: SE = sqrt((D - 1)/D sum (R_(j) - mean R_(j))^2), the
+    jackknife of the ratio estimator (Cochran, Sampling Techniques, chapter 6; Quenouille, Biometrika 43, 1956), on
+    (sum weights)^2/(sum weights^2) - 1 degrees of freedom: as many as clusters less one when all weigh the same,
+    fewer when some weigh more. The linearised standard error is smaller than this, and too small, when they do.
+    For the difference of log perplexities the totals are the documents' NLL sums, variant minus baseline, and the
+    weights their scored tokens: the estimate is then ln(PPL_variant/PPL_baseline). For a mean divergence the totals
+    are the documents' sums of it. Bounds take the clusters' effects to scatter about evenly; with skewed ones the
+    side of the tail errs more.
     When all clusters agree exactly the standard error is 0 and the bounds are the estimate.
     Raises `ValueError` for fewer than two clusters, NaN, or weights that are not positive.
     """
@@ -66,19 +70,22 @@ def clustered_ratio(totals: ArrayLike, weights: ArrayLike, alpha: float = 0.05) 
     clusters, weight_sum = total.size, float(weight.sum())
     estimate = float(total.sum()) / weight_sum
     residual = total - estimate * weight
-    spread = float(residual @ residual)
     noise = 1e-14 * float(np.abs(total).max() + abs(estimate) * weight.max())
-    se = math.sqrt(clusters / (clusters - 1) * spread) / weight_sum
-    if float(np.abs(residual).max()) <= noise:  # rounding alone is no evidence of a spread
-        se = 0.0
-    reach = se * -float(stdtrit(clusters - 1, level_alpha(alpha)))
     without = (total.sum() - total) / (weight_sum - weight)
     effect = estimate - without
+    se = math.sqrt((clusters - 1) * float(np.var(without)))
+    if float(np.abs(residual).max()) <= noise:  # rounding alone is no evidence of a spread
+        se = 0.0
+    df = weight_sum * weight_sum / float(weight @ weight) - 1.0
+    reach = 0.0
+    if se > 0.0:
+        critical = -float(stdtrit(df, level_alpha(alpha)))
+        reach = se * critical if math.isfinite(critical) else math.inf
     worst = int(np.argmax(np.abs(effect)))
     return ClusterEstimate(
         estimate=estimate,
         se=se,
-        df=clusters - 1,
+        df=df,
         lower=estimate - reach,
         upper=estimate + reach,
         alpha=alpha,

@@ -286,6 +286,17 @@ def exact_bound(b: int, c: int, n: int, alpha: float = 0.05, side: Side = "upper
     return high
 
 
+def reference_p(z: float, n: int, margin: float) -> float:
+    """Return how often 0/1 scores on the margin give a z this small, at the worst flip rate: `exact_p` of a statistic.
+
+    For scores that are not 0/1 it is a reference and not exact: they vary less than 0/1 scores of the same mean, and
+    where few of them are fractions the normal approximation errs as much as it does for none.
+    """
+    _affordable(n)
+    margin_inside(margin, -1.0, 1.0)
+    return region_size(accept_region(n, margin, z + _TIE), n, margin)
+
+
 def decision_bound(
     b: int, c: int, n: int, margin: float, alpha: float = 0.05, side: Side = "upper"
 ) -> float:

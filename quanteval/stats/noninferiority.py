@@ -14,9 +14,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import ndtr
 
-from quanteval.stats._checks import finite_vector, level_alpha, same_length
+from quanteval.stats._checks import FloatArray, finite_vector, level_alpha, same_length
 from quanteval.stats.clustered import cluster_mean
-from quanteval.stats.exact import MAX_EXACT_PAIRS, decision_bound, exact_p
+from quanteval.stats.exact import (
+    MAX_EXACT_PAIRS,
+    decision_bound,
+    exact_critical_z,
+    exact_p,
+    reference_p,
+)
 from quanteval.stats.paired import (
     as_counts,
     bounded_score,
@@ -45,7 +51,9 @@ class NonInferiority:
     alpha: float
     reject_alpha: float
     n: int
-    method: Literal["exact", "score", "t", "score_ratio", "stratified_score", "betting"]
+    method: Literal[
+        "exact", "score", "t", "score_ratio", "score_exact", "stratified_score", "betting"
+    ]
     broken: int | None = None
     fixed: int | None = None
 
@@ -78,8 +86,9 @@ def absolute_loss(
 ) -> NonInferiority:
     """Judge the mean of baseline - variant, one pair an item (or a problem, its samples averaged), by its margin.
 
-    `auto` takes the exact test for 0/1 scores to `MAX_EXACT_PAIRS` pairs and the bounded score test otherwise; `t` is
-    for metrics without limits. `lo` and `hi` limit the differences. The exact test's bounds
+    `auto` takes the exact test for 0/1 scores to `MAX_EXACT_PAIRS` pairs; for fractions to that size the bounded score
+    statistic, referred to the exact null of 0/1 scores (`exact.reference_p`); and the bounded score test beyond.
+    `t` is for metrics without limits. `lo` and `hi` limit the differences. The exact test's bounds
     are score bounds at its own critical values for this margin (`exact.decision_bound`), so that bounds and decision
     always agree. Raises `ValueError` on empty, unpaired or NaN input, and when `exact` is asked of scores that are
     not 0/1.
@@ -99,7 +108,10 @@ def absolute_loss(
     if method == "exact" and counts is None:
         raise ValueError("method 'exact' needs scores of 0 and 1; use 'score'")
     if method == "auto":
-        method = "exact" if counts is not None and counts[2] <= MAX_EXACT_PAIRS else "score"
+        affordable = d.size <= MAX_EXACT_PAIRS
+        if counts is None and affordable and (lo, hi) == (-1.0, 1.0):
+            return _referred_score(d, margin, alpha, reject_alpha)
+        method = "exact" if counts is not None and affordable else "score"
     broken, fixed = counts[:2] if counts else (None, None)
     loss = float(d.mean())
     if method == "exact" and counts is not None:
@@ -151,6 +163,37 @@ def absolute_loss(
         broken=broken,
         fixed=fixed,
     )
+
+
+def _referred_score(
+    d: FloatArray, margin: float, alpha: float, reject_alpha: float
+) -> NonInferiority:
+    z = bounded_score(d, margin)
+    p_accept, p_reject = reference_p(z, d.size, margin), reference_p(-z, d.size, -margin)
+    upper = _referred_bound(d, margin, alpha, accepted=p_accept <= alpha)
+    lower = -_referred_bound(-d, -margin, reject_alpha, accepted=p_reject <= reject_alpha)
+    return NonInferiority(
+        loss=float(d.mean()),
+        lower=lower,
+        upper=upper,
+        margin=margin,
+        p_accept=p_accept,
+        p_reject=p_reject,
+        alpha=alpha,
+        reject_alpha=reject_alpha,
+        n=d.size,
+        method="score_exact",
+    )
+
+
+def _referred_bound(d: FloatArray, margin: float, alpha: float, *, accepted: bool) -> float:
+    """Return the upper score bound at the exact test's critical value, on the side of the margin that was decided."""
+    limit = exact_critical_z(d.size, margin, alpha)
+    level = alpha if limit == -np.inf else max(float(ndtr(limit)), 1e-300)
+    bound = score_bound(d, level, "upper")
+    if accepted:
+        return min(bound, float(np.nextafter(margin, -np.inf)))
+    return max(bound, margin)
 
 
 def relative_loss(

@@ -140,3 +140,11 @@ def test_stopping_early_keeps_the_level_and_saves_samples(method, power):
     harmless = simulation.run(0.05, 0.0, 200, seed=2)
     assert harmless.accept >= power
     assert harmless.samples < 150
+
+
+@pytest.mark.parametrize("sequential", [False, {"seed": 1}, {"looks": 4}, {"method": "betting"}])
+def test_a_stop_by_other_looks_than_the_policys_is_refused(sequential):
+    """Another seed would leave out other samples; which it is must not be chosen afterwards."""
+    found = verdict(stopped([1.0] * 164, SequentialPlan(), 4), sequential=sequential)
+    assert found.outcome == "error"
+    assert "by other looks than the policy's" in found.reason

@@ -100,6 +100,7 @@ def test_a_device_changes_single_fields_of_a_rule():
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
+        ({"cudda": {"rules": {"code": {"margin": "1 point"}}}}, 'no device "cudda"; did you mean "cuda"?'),
         ({"cuda": {"rules": {"cod": {"margin": "1 point"}}}}, 'no rule "cod"; did you mean "code"?'),
         ({"cuda": {"code": {}}}, 'devices.cuda must hold "rules" and nothing else'),
         ({"cuda": {"rules": {"code": {"margn": "1 point"}}}}, 'gate.devices.cuda.rules.code: unknown key "margn"'),

@@ -48,11 +48,12 @@ def test_divergence_metrics():
 
 
 def ratio_interval(totals, weights):
-    """Return the ratio and its linearised two-sided 95 % t interval, written out."""
+    """Return the ratio and its two-sided 95 % t interval with the jackknife's standard error, written out."""
     totals, weights = np.asarray(totals), np.asarray(weights)
     ratio, n = totals.sum() / weights.sum(), len(totals)
-    spread = np.sqrt(n / (n - 1) * ((totals - ratio * weights) ** 2).sum()) / weights.sum()
-    reach = stats.t.ppf(0.975, n - 1) * spread
+    without = np.array([np.delete(totals, i).sum() / np.delete(weights, i).sum() for i in range(n)])
+    spread = np.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
+    reach = stats.t.ppf(0.975, weights.sum() ** 2 / (weights**2).sum() - 1) * spread
     return ratio - reach, ratio + reach
 
 

@@ -88,7 +88,11 @@ def test_what_cannot_be_pooled_is_invalid():
     unequal = one(Pooled(margin=TWO, kind="code", weights={"a": 1, "c": 1}), (base, cand))
     assert unequal.outcome == "invalid"
     assert "weights are given for ['a', 'c']" in unequal.sentence
-    assert one(Pooled(margin=TWO, kind="choice"), (base, cand)).outcome == "skipped"
+    assert one(Pooled(margin=TWO, kind="generate"), (base, cand)).outcome == "skipped"
+    slip = one(Pooled(margin=TWO, kind="cod"), (base, cand))
+    assert (slip.outcome, slip.sentence) == (
+        "invalid", 'no task of kind cod was run; did you mean "code"?'
+    )  # fmt: skip
 
 
 def test_missing_samples_count_as_lost_for_acceptance():

@@ -16,9 +16,11 @@ class TestRatio:
     def test_by_hand(self):
         result = stats.clustered_ratio([2, 4, 9], [1, 2, 3])
         assert result.estimate == 2.5
-        assert result.se == pytest.approx(math.sqrt(1.5 * 3.5) / 6)
-        assert (result.df, result.clusters) == (2, 3)
-        reach = student.ppf(0.95, 2) * result.se
+        # without each cluster: 13/5, 11/4 and 6/3, their mean 2.45
+        assert result.se == pytest.approx(math.sqrt(2 / 3 * (0.15**2 + 0.3**2 + 0.45**2)))
+        assert result.df == pytest.approx(36 / 14 - 1)
+        assert result.clusters == 3
+        reach = student.ppf(0.95, 36 / 14 - 1) * result.se
         assert (result.lower, result.upper) == pytest.approx((2.5 - reach, 2.5 + reach))
         # without the last cluster: 6/3 = 2
         assert (result.most_influential, result.influence) == (2, 0.5)
@@ -31,13 +33,21 @@ class TestRatio:
         assert result.upper == pytest.approx(wanted.confidence_interval(0.95).high)
         assert (result.estimate, result.se) == pytest.approx((0.04, 0.0452155332208))
 
-    def test_close_to_the_jackknife(self):
+    def test_close_to_the_linearised_standard_error_with_many_clusters(self):
         rng = np.random.default_rng(5)
         weights = rng.integers(200, 2000, size=150).astype(float)
         totals = weights * 0.01 + rng.normal(0, 4, size=150)
-        without = (totals.sum() - totals) / (weights.sum() - weights)
-        jackknife = math.sqrt(149 / 150 * np.sum((without - without.mean()) ** 2))
-        assert stats.clustered_ratio(totals, weights).se == pytest.approx(jackknife, rel=0.02)
+        residual = totals - totals.sum() / weights.sum() * weights
+        linearised = math.sqrt(150 / 149 * np.sum(residual**2)) / weights.sum()
+        found = stats.clustered_ratio(totals, weights)
+        assert found.se == pytest.approx(linearised, rel=0.02)
+        assert 100 < found.df < 149
+
+    def test_one_cluster_that_weighs_all_leaves_nothing_certain(self):
+        found = stats.clustered_ratio([1000.0, 0.5, 0.2], [100_000.0, 1.0, 1.0])
+        assert found.df < 1e-4
+        assert found.lower == -math.inf or found.lower < -1e6
+        assert found.upper == math.inf or found.upper > 1e6
 
     def test_log_perplexity_ratio(self):
         base, tokens = np.array([250.0, 400.0, 90.0]), np.array([100, 160, 40])

@@ -58,10 +58,33 @@ class TestAbsolute:
 
     def test_fractions_take_the_score_test(self):
         result = stats.absolute_loss([0.5, 1.0, 0.25], [0.5, 0.75, 0.5], 0.1)
-        assert (result.method, result.broken) == ("score", None)
+        assert (result.method, result.broken) == ("score_exact", None)
+        assert stats.absolute_loss([0.5, 1.0], [0.5, 0.75], 0.1, method="score").method == "score"
+
+    def test_fractions_that_are_nearly_0_and_1_keep_the_exact_level(self):
+        # 52 unchanged pairs: Tango's p at 5 points is below 0.05, the exact one 0.95^52 = 0.069.
+        base = np.ones(52)
+        base[0] = 0.5
+        score = stats.absolute_loss(base, base, 0.05, method="score")
+        auto = stats.absolute_loss(base, base, 0.05)
+        assert score.accepted
+        assert not auto.accepted
+        assert auto.p_accept == pytest.approx(stats.exact_p(0, 0, 52, 0.05), rel=1e-9)
+        assert auto.upper >= 0.05
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.sampled_from([-0.4, -0.2, 0.0, 0.0, 0.0, 0.2, 0.4]), min_size=20, max_size=60)
+    )
+    def test_bounds_of_fractions_agree_with_the_decision(self, d):
+        base = np.full(len(d), 0.5)
+        result = stats.absolute_loss(base, base - np.array(d), 0.05)
+        assert (result.upper < 0.05) == result.accepted
+        assert (result.lower > 0.05) == result.rejected
+        assert result.lower <= result.loss <= result.upper
 
     def test_whole_differences_of_fractions_are_not_flips(self):
-        assert stats.absolute_loss([0.5, 0.5], [0.5, 0.5], 0.1).method == "score"
+        assert stats.absolute_loss([0.5, 0.5], [0.5, 0.5], 0.1).method == "score_exact"
 
     def test_t_test(self):
         base, var = np.array([3.0, 5.0, 9.0, 4.0]), np.array([2.5, 5.5, 8.0, 4.0])
