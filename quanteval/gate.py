@@ -51,6 +51,7 @@ def decide(
         return _verdict(policy, baseline, candidate, "not_comparable", reason, [])
     findings = [_completeness(baseline, candidate, tasks, policy)]
     accepted: list[Finding] = []
+    silent: list[Finding] = []
     context = RuleContext(policy.alpha, policy.max_missing, again)
     for name, rule in policy.rules_on(_device(candidate)).items():
         found = rule.check(name, baseline, candidate, context) or [_silent(name, rule)]
@@ -58,7 +59,8 @@ def decide(
         findings += found
         if rule.is_quality:
             accepted += [f for f in found if f.required and f.outcome == "accept"]
-    outcome, reason = _combine(findings, accepted)
+            silent += [f for f in found if f.required and f.outcome == "skipped"]
+    outcome, reason = _combine(findings, accepted, silent)
     return _verdict(policy, baseline, candidate, outcome, reason, findings)
 
 
@@ -194,11 +196,12 @@ def _planned(look: SequentialLook, policy: Policy) -> bool:
 
 
 def _combine(
-    findings: Sequence[Finding], accepted: Sequence[Finding]
+    findings: Sequence[Finding], accepted: Sequence[Finding], silent: Sequence[Finding]
 ) -> tuple[VerdictOutcome, str]:
     """Combine required findings: invalid, then reject, then inconclusive, then accept.
 
     `accepted` are the required findings that are evidence of quality; without one nothing is accepted.
+    `silent` are those of quality rules that found no task: what they ask for was not shown.
     """
     required = [finding for finding in findings if finding.required and not finding.waived]
     order: tuple[tuple[str, VerdictOutcome], ...] = (
@@ -213,6 +216,12 @@ def _combine(
             return verdict, f"{deciding[0].rule}: {deciding[0].sentence}{more}"
     if not accepted:
         return "error", "no required quality rule found anything to accept"
+    if silent:
+        asked = "; ".join(f"{finding.rule}: {finding.sentence}" for finding in silent)
+        return "inconclusive", (
+            f"{asked}; a required rule about quality that had nothing to look at shows nothing: run such a task, "
+            "or make the rule advisory"
+        )
     tightest = min(accepted, key=_room)
     count = f"{len(accepted)} quality finding{'s' if len(accepted) > 1 else ''} accepted"
     idle = [finding.rule for finding in required if finding.outcome == "skipped"]

@@ -44,7 +44,10 @@ def place(tmp_path_factory, tiny_folder):
     bin_dir = cwd / "bin"
     bin_dir.mkdir()
     # The documented commands with a scripted engine and a tiny model instead of minutes of computing.
-    small = f"engine=fake bench=none model={tiny_folder} task=[pydoc] task.pydoc.limit=12 scheme=[fp32,bf16]"
+    small = (
+        f"engine=fake bench=none model={tiny_folder} task=[pydoc] task.pydoc.limit=12 scheme=[fp32,bf16] "
+        "gate.rules.code.required=false"
+    )
     (bin_dir / "quanteval").write_text(
         "#!/bin/bash\n"
         f'if [ "$1" = run ] || [ "$1" = check ]; then set -- "$1" {small}; fi\n'

@@ -118,7 +118,7 @@ def test_a_second_run_adds_its_samples(tmp_path, tiny_folder):
 def test_a_stored_baseline_is_taken_under_the_same_conditions_alone(tmp_path, tiny_folder):
     common = [
         f"model={tiny_folder}", "engine=fake", "bench=none", "task=[pydoc]", "task.pydoc.limit=12",
-        "runtime.threads=1",
+        "runtime.threads=1", "gate.rules.code.required=false",
     ]  # fmt: skip
     assert quanteval(tmp_path, "run", *common, "scheme=[fp32]").returncode == 0
     nightly = only_run(tmp_path).path
@@ -151,7 +151,7 @@ def test_a_stored_baseline_is_taken_under_the_same_conditions_alone(tmp_path, ti
 def test_a_baseline_reused_from_an_earlier_sweep_stays_comparable(tmp_path, tiny_folder):
     common = [
         "run", f"model={tiny_folder}", "engine=fake", "bench=none", "task=[pydoc]", "task.pydoc.limit=12",
-        "runtime.threads=1",
+        "runtime.threads=1", "gate.rules.code.required=false",
     ]  # fmt: skip
     assert quanteval(tmp_path, *common, "scheme=[fp32,bf16]").returncode == 0
     done = quanteval(tmp_path, *common, "scheme=[fp32,fp16]")
