@@ -59,19 +59,16 @@ class SampleStatus:
         return _each_task(name, self.required, baseline, candidate, self._task)
 
     def _task(self, base: ScoreSet | None, cand: ScoreSet) -> Checked:
-        if base is not None and share(base, "error") > self.max_errors:
+        if base is not None and (failed := failures(base, cand)) > self.max_errors:
             return "invalid", (
-                f"{percent(share(base, 'error'))} of the baseline's samples errored, at most "
+                f"{percent(failed)} of the baseline's samples errored or are missing, at most "
                 f"{percent(self.max_errors)} may (n={len(base.sample_ids)})"
             )
         problems = []
-        expected = max(cand.record.samples_expected, len(cand.sample_ids))
-        missing = expected - len(cand.sample_ids)
-        # A sample that is not there is no better than one that errored.
-        errors = (cand.status.count("error") + missing) / expected
+        errors = failures(cand, base)
         if errors > self.max_errors:
             problems.append(
-                f"{percent(errors)} of samples errored{' or are missing' if missing else ''}, at most "
+                f"{percent(errors)} of samples errored or are missing, at most "
                 f"{percent(self.max_errors)} may"
             )
         for status, limit in (
@@ -90,6 +87,19 @@ class SampleStatus:
             f"{percent(share(cand, 'truncated'))} truncated (n={n})"
         )
         return ("reject", "; ".join(problems) + f" (n={n})") if problems else ("accept", good)
+
+
+def failures(scores: ScoreSet, other: ScoreSet | None) -> float:
+    """Return the share of samples that errored or are not there, which is no better.
+
+    How many there should be is what either side expects, unless one of them stopped early.
+    """
+    expected = [scores.record.samples_expected, len(scores.sample_ids)]
+    sides = [scores] if other is None else [scores, other]
+    if other is not None and not any(side.record.sequential for side in sides):
+        expected.append(other.record.samples_expected)
+    missing = max(expected) - len(scores.sample_ids)
+    return (scores.status.count("error") + missing) / max(expected)
 
 
 def share(scores: ScoreSet, status: str, among: ScoreSet | None = None) -> float:

@@ -85,6 +85,7 @@ CELLS = [
     operating.Cell(operating.even, 50, 5, 5),
     operating.Cell(operating.both_ways, 164, 5, 2),
     operating.Cell(operating.halved, 164, 5, 2),
+    operating.Cell(operating.partial_credit, 52, 1, 5),
 ]
 
 
@@ -130,9 +131,11 @@ def test_samples_of_a_problem_taken_for_problems_of_their_own_are_accepted_too_o
     assert right.count("accept") / len(drawn) <= LIMIT
 
 
-@pytest.mark.parametrize("documents", [10, 20, 60])
-def test_a_perplexity_exactly_at_the_margin_is_rarely_accepted(documents):
-    cell = operating.Documents(operating.normal, documents, uneven=0.0)
+@pytest.mark.parametrize(
+    ("documents", "uneven"), [(10, 0.0), (20, 0.0), (60, 0.0), (10, 0.7), (20, 0.7)]
+)
+def test_a_perplexity_exactly_at_the_margin_is_rarely_accepted(documents, uneven):
+    cell = operating.Documents(operating.normal, documents, uneven)
     accepted, within = cell.accepted(REPLICATES, cell.max_ratio, seed=1)
     assert accepted <= LIMIT
     assert within > 0.4
@@ -254,11 +257,11 @@ SHARES = st.sampled_from([0.0, 0.05, 0.2])
 def cases(draw):
     """Return a share of samples that may be missing, and two variants.
 
-    A sample that errored or has no finite score is as good as missing: a policy that allows for missing ones has said
-    that there may be some, and they count as lost either way. So those faults come where none may be missing.
+    A sample without a finite score is as good as missing: a policy that allows for missing ones has said that there
+    may be some, and they count as lost either way. So that fault comes where none may be missing.
     """
     missing = draw(SHARES)
-    return missing, draw(sides(FAULTS) if missing else sides())
+    return missing, draw(sides((*FAULTS, "error")) if missing else sides())
 
 
 @settings(max_examples=100, deadline=None)
@@ -351,3 +354,21 @@ def test_renaming_any_key_of_a_policy_is_an_error(path, change):
     inner[key + change if change else key[:-1]] = inner.pop(key)
     with pytest.raises(ConfigError):
         load_policy(node)
+
+
+@pytest.mark.parametrize("problems", [52, 54, 59, 133])
+def test_removing_a_sample_does_not_change_the_test_to_a_kinder_one(problems):
+    """One sample of ten missing makes a problem a fraction, which must not be judged by a rougher test."""
+    ids = tuple(f"problem {i}" for i in range(problems) for _ in range(10))
+    whole = make.scores(values=np.ones(10 * problems), problem_ids=ids)
+    node = policy_node(5, missing=0.01, also=())
+    node["rules"] = {"code": node["rules"]["code"]}
+    lacking = without(whole, {7})
+    policy = load_policy(node)
+
+    def answer(cand):
+        pair = (make.variant("base", whole), make.variant("cand", cand))
+        return decide(policy, *pair, tasks=("code",)).outcome
+
+    if answer(whole) != "accept":
+        assert answer(lacking) != "accept"
