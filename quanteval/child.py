@@ -252,7 +252,8 @@ class _Evaluation:
 
     def _with_phases(self, memory: MemoryUse) -> MemoryUse:
         before: dict[str, int] = {}
-        if self.folder.memory.exists():
+        if "artifact" not in self.stages and self.folder.memory.exists():
+            # A round of the bench: loading and tasks had a process of their own.
             before = read_record(self.folder.memory, MemoryUse).phase_peak_bytes
         update: dict[str, Any] = {"phase_peak_bytes": {**before, **self.peaks}}
         if memory.device == "cpu":

@@ -152,7 +152,7 @@ def clustered_quantile(
     """Return the q-quantile over the values of all clusters, one vector a cluster (the tokens of a document).
 
     Woodruff, JASA 47 (1952): the share of values up to the estimate is a ratio over clusters with the standard error
-    SE of `clustered_ratio`, and the bounds are the sample quantiles at q -+ t(D - 1) SE, infinite when that leaves
+    SE of `clustered_ratio`, and the bounds are the sample quantiles at q -+ t(df) SE, infinite when that leaves
     (0, 1). A quantile is the smallest value that has at least the share q at or below it. SE is taken no smaller than
     sqrt(q (1 - q)/n), that of n independent values: ties and clusters that happen to agree would make it 0.
     Ask for 10 clusters or more; a far quantile of few, unlike clusters rests on the worst of them and its upper bound
@@ -174,7 +174,7 @@ def clustered_quantile(
     below = [float(np.count_nonzero(x <= estimate)) for x in values]
     ratio = clustered_ratio(below, [float(x.size) for x in values], alpha)
     se = max(ratio.se, math.sqrt(q * (1.0 - q) / n))
-    reach = se * -float(stdtrit(clusters - 1, alpha))
+    reach = se * -float(stdtrit(ratio.df, alpha))
     return ClusterQuantile(
         estimate=estimate,
         lower=quantile(q - reach) if q > reach else -math.inf,
