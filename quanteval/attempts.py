@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quanteval.errors import RecordError
 from quanteval.evidence import ScoreSet, VariantEvidence
@@ -28,18 +27,26 @@ _WORST: tuple[SampleStatus, ...] = ("error", "timeout", "truncated", "ok")
 
 @dataclass(frozen=True)
 class Attempt:
-    """A baseline and a candidate of one run."""
+    """A candidate of a run, and a baseline of the same run or another."""
 
     run: RunDirectory
     baseline: VariantEvidence
     candidate: VariantEvidence
+    baseline_run: RunDirectory | None = None
+    """Where the baseline lies, when in another run."""
+
+    @property
+    def entry(self) -> list[str]:
+        """What a note holds of it: the candidate's run, both names, and the baseline's run."""
+        runs = [str((one or self.run).path.resolve()) for one in (self.run, self.baseline_run)]
+        return [runs[0], self.baseline.name, self.candidate.name, runs[1]]
 
 
 def question(baseline: VariantEvidence, candidate: VariantEvidence) -> str:
     """Return what is asked of a pair, as a hash: two runs with the same one are attempts at the same release.
 
-    Whole numbers among an engine's settings (rows of a batch, sizes of caches and pages) say how it is
-    asked and are left out, as seeds and threads are.
+    Numbers among an engine's settings (rows of a batch, sizes of caches and pages) say how it is asked and
+    are left out, as seeds and threads are.
     """
     return fingerprint({"baseline": _identity(baseline), "candidate": _identity(candidate)})
 
@@ -54,14 +61,23 @@ def _identity(evidence: VariantEvidence) -> dict[str, Any]:
         "revision": comparable.get("model_revision"),
         "artifact": stage.inputs.get("artifact") if stage else None,
         "device": comparable.get("device"),
-        "engine": {k: v for k, v in settings.items() if type(v) is not int},
+        "engine": {k: v for k, v in settings.items() if not _says_how(k, v)},
     }
+
+
+def _says_how(key: str, value: Any) -> bool:
+    """Whether a setting is a size or a way of batching, however it is written, or left out."""
+    if key == "batching" or value is None:
+        return True
+    if isinstance(value, str):
+        return value.strip().isdecimal()
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def remember(attempt: Attempt) -> None:
     """Note where an attempt lies; a note that cannot be written is let go, since the run itself is safe."""
     path = _note(attempt.baseline, attempt.candidate)
-    entry = [str(attempt.run.path.resolve()), attempt.baseline.name, attempt.candidate.name]
+    entry = attempt.entry
     try:
         with file_lock(path.with_suffix(".lock"), wait=True, busy=""):
             entries = _entries(path)
@@ -77,22 +93,23 @@ def _note(baseline: VariantEvidence, candidate: VariantEvidence) -> Path:
 
 def _entries(path: Path) -> list[list[str]]:
     try:
-        entries: list[list[str]] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return [[str(part) for part in entry] for entry in entries if len(entry) == 4]
+    except (OSError, ValueError, TypeError):
         return []
-    return entries
 
 
 def others(attempt: Attempt) -> Iterator[Attempt]:
     """Yield the other attempts at an attempt's question that are still on this machine."""
     wanted = question(attempt.baseline, attempt.candidate)
-    mine = [str(attempt.run.path.resolve()), attempt.baseline.name, attempt.candidate.name]
+    mine = attempt.entry
     for entry in _entries(_note(attempt.baseline, attempt.candidate)):
-        run = RunDirectory(Path(entry[0]))
-        if entry == mine or not run.manifest.exists():
+        run, other = RunDirectory(Path(entry[0])), RunDirectory(Path(entry[3]))
+        if entry == mine or not (run.manifest.exists() and other.manifest.exists()):
             continue
         try:
-            found = Attempt(run, load_evidence(run, entry[1]), load_evidence(run, entry[2]))
+            base, cand = load_evidence(other, entry[1]), load_evidence(run, entry[2])
+            found = Attempt(run, base, cand, other)
         except RecordError:
             continue
         if question(found.baseline, found.candidate) == wanted:
@@ -102,7 +119,8 @@ def others(attempt: Attempt) -> Iterator[Attempt]:
 def with_earlier(attempt: Attempt) -> Attempt:
     """Return an attempt with the samples of all others at its question added, problem by problem.
 
-    Where a task may have stopped early, samples cannot be added afterwards: the first attempt decides.
+    A task that may have stopped early adds the samples it has to attempts that evaluated all of them;
+    where every attempt may have stopped early, the first one decides, since no later one can undo a stop.
     """
     found = [attempt, *others(attempt)]
     if len(found) == 1:
@@ -111,13 +129,16 @@ def with_earlier(attempt: Attempt) -> Attempt:
     for task in sorted(set(base) & set(cand)):
         mine = (base[task], cand[task])
         sets = [pair for one in found[1:] if (pair := _scores_of(one, task))]
-        same = [mine, *(p for p in sets if _same_suite(p, mine) and not _errored(p))]
+        # A whole run is not held to one that failed in part; one that failed in part itself is.
+        fair = [p for p in sets if _errored(mine) or not _errored(p)]
+        same = [mine, *(p for p in fair if _same_suite(p, mine))]
         if len(same) < 2:
             continue
-        if any(pair[1].record.sequential for pair in same):
-            base[task], cand[task] = _first(found, task, same)
+        whole = [pair for pair in same if pair[1].record.sequential is None]
+        if whole:
+            base[task], cand[task] = _averaged(whole[0], same)
         else:
-            base[task], cand[task] = _averaged(same)
+            base[task], cand[task] = _first(found, task, same)
     return replace(
         attempt,
         baseline=replace(attempt.baseline, scores=base),
@@ -154,44 +175,46 @@ def _first(found: Sequence[Attempt], task: str, same: Sequence[Sides]) -> Sides:
     return next(pair for pair in pairs if any(pair[1] is cand for _, cand in same))
 
 
-def _averaged(sets: Sequence[Sides]) -> Sides:
-    """Average each problem over the attempts; copies of one attempt count once."""
+def _averaged(whole: Sides, sets: Sequence[Sides]) -> Sides:
+    """Average each problem over the attempts that have it; copies of one attempt count once."""
     different: dict[tuple[str, str], Sides] = {}
-    for base, cand in sets:
+    for base, cand in (whole, *sets):
         different.setdefault((base.record.journal_sha256, cand.record.journal_sha256), (base, cand))
-    chosen = list(different.values())
-    first = chosen[0]
-    ids = [set(scores.sample_ids) for pair in chosen for scores in pair]
-    if len(chosen) == 1 or any(one != ids[0] for one in ids):
-        return first
-    return _mean([b for b, _ in chosen], lost=1.0), _mean([c for _, c in chosen], lost=0.0)
-
-
-def _mean(sets: Sequence[ScoreSet], lost: float) -> ScoreSet:
-    """Return the first set with every value the mean over all; an errored share counts as `lost`."""
-    first = sets[0]
-    rows = [_rows(first, scores) for scores in sets]
-    values = []
-    for scores, order in zip(sets, rows, strict=True):
-        value = scores.value[order]
-        if first.record.kind in SHARES:
-            errored = np.array([scores.status[row] == "error" for row in order])
-            value = np.where(errored, lost, value)
-        values.append(value)
-    statuses = [
-        min((s.status[o[i]] for s, o in zip(sets, rows, strict=True)), key=_WORST.index)
-        for i in range(len(first.sample_ids))
+    ids = set(whole[0].sample_ids)
+    chosen = [
+        (b, c)
+        for b, c in different.values()
+        if ids == set(b.sample_ids)
+        and (set(c.sample_ids) == ids or c.record.sequential is not None)
     ]
-    tokens = np.mean([s.output_tokens[o] for s, o in zip(sets, rows, strict=True)], axis=0)
-    return replace(
-        first,
-        value=np.mean(values, axis=0),
-        status=tuple(statuses),
-        output_tokens=np.rint(tokens).astype(np.int64),
-        attempts=sum(s.attempts for s in sets),
+    if len(chosen) < 2:
+        return whole
+    pairs = [(b, c, [i for i in b.sample_ids if i in set(c.sample_ids)]) for b, c in chosen]
+    return (
+        _mean(whole[0], [(b, shared) for b, _, shared in pairs], lost=1.0),
+        _mean(whole[1], [(c, shared) for _, c, shared in pairs], lost=0.0),
     )
 
 
-def _rows(first: ScoreSet, scores: ScoreSet) -> NDArray[np.intp]:
-    where = {sample_id: row for row, sample_id in enumerate(scores.sample_ids)}
-    return np.array([where[i] for i in first.sample_ids], dtype=np.intp)
+def _mean(first: ScoreSet, sets: Sequence[tuple[ScoreSet, Sequence[str]]], lost: float) -> ScoreSet:
+    """Return the first set with every value the mean over all that have it; an errored share counts as `lost`."""
+    at = {sample_id: row for row, sample_id in enumerate(first.sample_ids)}
+    n = len(at)
+    value, tokens, count = np.zeros(n), np.zeros(n), np.zeros(n)
+    worst = [len(_WORST) - 1] * n
+    for scores, shared in sets:
+        where = {sample_id: row for row, sample_id in enumerate(scores.sample_ids)}
+        for sample_id in shared:
+            row, mine = where[sample_id], at[sample_id]
+            errored = scores.status[row] == "error" and first.record.kind in SHARES
+            value[mine] += lost if errored else scores.value[row]
+            tokens[mine] += scores.output_tokens[row]
+            count[mine] += 1
+            worst[mine] = min(worst[mine], _WORST.index(cast(SampleStatus, scores.status[row])))
+    return replace(
+        first,
+        value=value / count,
+        status=tuple(_WORST[i] for i in worst),
+        output_tokens=np.rint(tokens / count).astype(np.int64),
+        samples=int(count.sum()),
+    )

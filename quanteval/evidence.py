@@ -44,8 +44,8 @@ class ScoreSet:
     """Hash of each output's text, '' for none; empty when the task has no outputs."""
     numbers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     series: Mapping[str, tuple[NDArray[np.float64], ...]] = field(default_factory=dict)
-    attempts: int = 1
-    """How many runs each value is the mean of."""
+    samples: int = 0
+    """How many samples the values rest on, where each is the mean over several runs; 0 for one a row."""
 
 
 @dataclass(frozen=True)

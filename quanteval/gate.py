@@ -166,7 +166,7 @@ def _completeness(
             expected, seen = scores.record.samples_expected, len(scores.sample_ids)
             allowed = policy.max_missing * expected
             look = scores.record.sequential
-            if look is not None and not _planned(look, policy):
+            if look is not None and not _planned(look, expected, policy):
                 problems.append(f"{evidence.name} stopped {task} by other looks than the policy's")
             if expected - seen > allowed or seen > expected:
                 problems.append(f"{evidence.name} has {seen} of {expected} samples of {task}")
@@ -180,6 +180,8 @@ def _completeness(
                 )
     if not names:
         problems.append("no task was run")
+    if baseline.artifact is not None and baseline.artifact.precision.quantized:
+        remarks.append(f"the baseline {baseline.name} is itself quantized")
     return Finding(
         rule=COMPLETENESS,
         required=True,
@@ -189,10 +191,13 @@ def _completeness(
     )
 
 
-def _planned(look: SequentialLook, policy: Policy) -> bool:
+def _planned(look: SequentialLook, samples: int, policy: Policy) -> bool:
     """Whether a task was looked at as the policy says: another seed would choose other samples."""
     plan = policy.sequential
-    return plan is not None and plan.at(look.samples_planned, look.look) == look
+    if plan is None or plan.at(look.samples_planned, look.look) != look:
+        return False
+    sizes = plan.sizes(look.samples_planned)
+    return 1 <= look.look <= len(sizes) and sizes[look.look - 1] == samples
 
 
 def _combine(

@@ -99,7 +99,7 @@ def outputs_of(variant: StoredVariant) -> list[Score]:
 def read_policy(name: str, prefixes: Sequence[str] = DEFAULT_PREFIXES) -> Policy:
     """Read a policy file, or a preset of conf/gate by its name."""
     path = Path(name)
-    is_file = path.suffix in (".yaml", ".yml") or path.exists()
+    is_file = path.suffix in (".yaml", ".yml") or path.is_file()
     return load_policy(path if is_file else preset("gate", name), prefixes=prefixes)
 
 
@@ -157,6 +157,8 @@ def judge(run: RunDirectory, policy: Policy, candidate: str | None = None) -> li
 def remember_attempts(run: RunDirectory) -> None:
     """Note a run's candidates as attempts at their questions, so that no later one starts afresh."""
     manifest = run.load_manifest()
+    if not run.variant(manifest.baseline).result.exists():
+        return
     baseline = load_evidence(run, manifest.baseline)
     for name in manifest.variants:
         if name != manifest.baseline and run.variant(name).result.exists():
@@ -178,7 +180,16 @@ def gate_pair(baseline: str, candidate: str, policy: str | None) -> Verdict:
     """Gate a variant of one run against a variant of another, when their conditions allow it."""
     first, second = find_variant(baseline), find_variant(candidate, last=True)
     tasks = tuple(second.run.load_manifest().tasks)
-    joined = with_earlier(Attempt(second.run, first.evidence, second.evidence))
+    stages = [v.evidence.result.stages.get("artifact") for v in (first, second)]
+    artifacts = [stage.inputs.get("artifact") if stage else None for stage in stages]
+    if artifacts[0] and artifacts[0] == artifacts[1]:
+        raise EvidenceError(
+            f'"{candidate}" is the baseline itself and no candidate: name one as RUN:variant'
+        )
+    attempt = Attempt(second.run, first.evidence, second.evidence, first.run)
+    if first.evidence.result.status == second.evidence.result.status == "ok":
+        remember(attempt)
+    joined = with_earlier(attempt)
     again = load_again(first.run) if first.name == first.run.load_manifest().baseline else None
     return decide(
         policy_of(second.run, policy), joined.baseline, joined.candidate, tasks=tasks, again=again

@@ -72,7 +72,8 @@ def level(record: TaskRecord, alpha: float) -> float:
     look = record.sequential
     if look is None or look.method == "betting" or len(look.fractions) < 2:
         return alpha
-    return _design(tuple(look.fractions), alpha).nominal_alpha[look.look - 1]
+    levels = _design(tuple(look.fractions), alpha).nominal_alpha
+    return levels[min(max(look.look, 1), len(levels)) - 1]
 
 
 def stopped_early(record: TaskRecord) -> bool:

@@ -74,10 +74,15 @@ def execute(plan: RunPlan, notify: Notify, command: Sequence[str] = ()) -> RunOu
             VariantWorker(context, job, _prefixed(notify, f"[{index}/{len(jobs)}] {job.name}"))
             for index, job in enumerate(jobs, 1)
         ]
-        results = [worker.run() for worker in workers]
+        for worker in workers:
+            worker.forget_other_stages()
+        results = []
+        for worker in workers:
+            results.append(worker.run())
+            # At once: a run that is broken off here has asked its question all the same.
+            remember_attempts(run)
         results = _take_turns(workers, results)
         notify("gate")
-        remember_attempts(run)
         verdicts = judge(run, plan.policy) if len(plan.variants) > 1 else []
         store_verdicts(run, verdicts)
         table = report(run)

@@ -7,6 +7,7 @@ could accept nothing, waivers that have expired.
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +132,7 @@ def _read(source: Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         node = yaml.load(source.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(f'policy "{source}" does not exist') from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(
             f'policy "{source}" cannot be read: {str(error).splitlines()[0]}'
         ) from None
@@ -149,8 +150,10 @@ class _UniqueKeys(yaml.SafeLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                line = key_node.start_mark.line + 1
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str | int | float | bool | None):
+                raise yaml.YAMLError(f'the key "{key}" in line {line} is not a name')
+            if key in seen:
                 raise yaml.YAMLError(f'the key "{key}" is given twice (again in line {line})')
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
@@ -220,13 +223,13 @@ def _by_device(
 
 def _sequential(node: Any, label: str) -> SequentialPlan | None:
     """Read `sequential`: true for the default plan, a mapping of its fields, or nothing."""
-    if node in (None, False):
+    if node in (None, False) or node == {}:
         return None
     if node is True:
         return SequentialPlan()
     if not isinstance(node, Mapping):
         raise ConfigError(f'policy "{label}": sequential "{node}" must be true, false or a mapping')
-    target = {"_target_": "quanteval.looks.SequentialPlan", **node}
+    target = {**node, "_target_": "quanteval.looks.SequentialPlan"}
     plan: SequentialPlan = build(target, where="gate.sequential")
     return plan
 
@@ -243,8 +246,12 @@ def _waivers(
 def _waiver(node: Any, where: str, rules: set[str], today: datetime.date) -> Waiver:
     if not isinstance(node, Mapping):
         raise ConfigError(f'{where}: "{node}" must be a mapping with rule, owner, reason and until')
-    fields = {**node, "until": str(node["until"])} if "until" in node else dict(node)
-    waiver: Waiver = build({"_target_": "quanteval.policy.Waiver", **fields}, where=where)
+    fields = dict(node)
+    if "until" in node:
+        fields["until"] = str(node["until"])
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", fields["until"]):
+            raise ConfigError(f'{where}.until: "{node["until"]}" is not a day such as 2027-01-31')
+    waiver: Waiver = build({**fields, "_target_": "quanteval.policy.Waiver"}, where=where)
     if waiver.rule not in rules:
         raise ConfigError(f'{where}: there is no rule "{waiver.rule}"; {near(waiver.rule, rules)}')
     if waiver.until < today:

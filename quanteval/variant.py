@@ -141,6 +141,12 @@ class VariantWorker:
             raise
         return self._done()
 
+    def forget_other_stages(self) -> None:
+        """Take back a result of another configuration: this run may end before it is measured again."""
+        old = self.folder.load_result()
+        if old is not None and set(old.stages) != set(self._stored_stages()):
+            self._finish("running", self._stored_stages())
+
     def run_round(self, number: int) -> VariantResult:
         """Do one interleaved round of the bench unless it is there, and return the stored result."""
         stage = self.rounds[number - 1]
@@ -190,14 +196,14 @@ class VariantWorker:
             stages.append(Stage("bench", self._bench_inputs()))
         for name, task in self.plan.tasks.items():
             inputs = {"serving": serving, "suite": suites[name], "seed": self.plan.runtime.seed}
-            if task.object.uses_baseline:
-                inputs["baseline"] = self._serving_inputs(of_baseline=True)
             seed, sequential = self.job.order_seed, self._may_stop(name)
             if sequential:
                 # Where a task stops depends on all of the policy.
                 inputs["sequential"] = self.plan.policy.sha256
             if seed is not None:
                 inputs["order_seed"] = seed
+            if task.object.uses_baseline or sequential:
+                inputs["baseline"] = self._serving_inputs(of_baseline=True)
             kind = task.object.kind
             stages.append(Stage(f"task:{name}", inputs, kind, suites[name], seed, sequential))
         return stages

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 
 import numpy as np
 import pytest
 
 from quanteval.attempts import Attempt, others, question, remember, with_earlier
+from quanteval.errors import EvidenceError
 from quanteval.gate import decide
+from quanteval.judge import gate_pair
 from quanteval.policy import load_policy
 from quanteval.records import Manifest, Score, SequentialLook, StageRecord, TaskRecord
 from quanteval.store import RunDirectory, load_evidence, write_atomic, write_record
@@ -105,7 +108,11 @@ def test_batch_size_and_seed_are_not_part_of_the_question_but_schemes_and_engine
         return question(base, dataclasses.replace(cand, result=result))
 
     same = asked()
-    assert asked(seed=7, threads=9, engine={"_target_": "e", "rows": 3}) == same
+    for engine in (
+        {"_target_": "e", "rows": 3}, {"_target_": "e", "rows": 8.0}, {"_target_": "e", "rows": "8"},
+        {"_target_": "e"}, {"_target_": "e", "rows": 8, "max_context": 4096, "batching": "static"},
+    ):  # fmt: skip
+        assert asked(seed=7, threads=9, engine=engine) == same
     for changed in (
         {"engine": {"_target_": "other", "rows": 8}},
         {"model_weights": "x"},
@@ -120,13 +127,13 @@ def test_copies_failed_attempts_and_other_suites_add_nothing(tmp_path):
     assert list(others(first)) == []
     # The same journal elsewhere (a copy) is the same evidence.
     copy = Attempt(RunDirectory(tmp_path / "copy"), first.baseline, first.candidate)
-    assert with_earlier(copy).candidate.scores["code"].attempts == 1
+    assert with_earlier(copy).candidate.scores["code"].samples == 0
     failed = stored(tmp_path / "b", *flips(50, 0), errors=3)
     remember(failed)
-    assert with_earlier(first).candidate.scores["code"].attempts == 1
+    assert with_earlier(first).candidate.scores["code"].samples == 0
     smaller = stored(tmp_path / "c", *flips(40, 0))
     remember(smaller)
-    assert with_earlier(first).candidate.scores["code"].attempts == 1
+    assert with_earlier(first).candidate.scores["code"].samples == 0
 
 
 def test_errors_of_this_run_count_against_it_whatever_was_before(tmp_path):
@@ -157,3 +164,46 @@ def test_where_tasks_stop_early_the_first_attempt_decides(tmp_path):
     lucky = stored(tmp_path / "b", *flips(164, 0), created="2026-03-01", sequential=look)
     judged = with_earlier(lucky)
     assert judged.candidate.scores["code"].value.sum() == 152
+
+
+def test_an_attempt_that_stopped_early_adds_what_it_has_to_a_whole_one(tmp_path):
+    look = SequentialLook(
+        method="obrien_fleming", fractions=[0.5, 1.0], look=2, order_seed=0, samples_planned=164
+    )
+    stopped = stored(tmp_path / "a", *flips(164, 12), sequential=look)
+    remember(stopped)
+    whole = stored(tmp_path / "b", *flips(164, 0), created="2026-03-01")
+    remember(whole)
+    for attempt in (whole, stopped):
+        scores = with_earlier(attempt).candidate.scores["code"]
+        assert scores.record.sequential is None
+        assert scores.value.sum() == pytest.approx(164 - 6)
+        assert scores.samples == 328
+
+
+def test_pairs_joined_from_two_runs_are_attempts_too(tmp_path):
+    """A nightly baseline, and candidates measured alone in one job after another."""
+    nightly = stored(tmp_path / "nightly", *flips(164, 0))
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(json.dumps(POLICY.node))
+    outcomes = []
+    for name, broken in (("first", 14), ("lucky", 2)):
+        job = stored(tmp_path / name, np.ones(164), flips(164, broken)[1])
+        found = gate_pair(f"{nightly.run.path}:base", f"{job.run.path}:cand", str(policy))
+        outcomes.append(found.outcome)
+    assert outcomes[0] != "accept"
+    assert outcomes[1] != "accept"
+
+
+def test_a_baseline_is_no_candidate_for_itself(tmp_path):
+    run = stored(tmp_path / "a", *flips(164, 0)).run.path
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(json.dumps(POLICY.node))
+    with pytest.raises(EvidenceError, match="is the baseline itself"):
+        gate_pair(f"{run}:base", f"{run}:base", str(policy))
+
+
+def test_runs_that_fail_in_part_are_held_to_each_other(tmp_path):
+    remember(stored(tmp_path / "a", *flips(164, 12), errors=1))
+    lucky = stored(tmp_path / "b", *flips(164, 1), errors=1)
+    assert with_earlier(lucky).candidate.scores["code"].samples == 328

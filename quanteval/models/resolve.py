@@ -95,7 +95,8 @@ def resolve_model(
         note = f"dequantized from the GGUF file {known.path.name}"
         return _source(name, folder, digest, note, trust_remote_code)
     if known.kind == "folder" and known.path is not None:
-        return _source(name, known.path, revision, "", trust_remote_code)
+        # A folder has no revision: its weights are digested, and a name for them would be anybody's word.
+        return _source(name, known.path, None, "", trust_remote_code)
     return _from_hub(name, revision, trust_remote_code)
 
 

@@ -28,11 +28,17 @@ def junit_xml(verdicts: Sequence[Verdict]) -> str:
             if finding.outcome == "skipped" or (kind and (finding.waived or not finding.required)):
                 kind = "skipped"
             _case(suite, verdict, finding.rule, finding.task, kind, told(finding), counts)
-        if verdict.findings and verdict.outcome == "error" and not counts["errors"]:
-            _case(suite, verdict, "verdict", "", "error", verdict.reason, counts)
+        if verdict.findings and verdict.outcome != "accept" and not _failed(verdict, counts):
+            kind = "error" if verdict.outcome in ("error", "not_comparable") else "failure"
+            _case(suite, verdict, "verdict", "", kind, verdict.reason, counts)
         suite.attrib |= {key: str(value) for key, value in counts.items()}
     Xml.indent(root)
     return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _failed(verdict: Verdict, counts: dict[str, int]) -> bool:
+    """Whether a case says already what the verdict does."""
+    return bool(counts["errors"] or (verdict.outcome != "error" and counts["failures"]))
 
 
 def _case(

@@ -176,6 +176,8 @@ def pair_sets(task: str, base: ScoreSet, cand: ScoreSet, max_missing: float) -> 
             f"{len(missing)} of {expected} samples were not scored on both sides, more than the "
             f"{max_missing:.1%} that may be missing"
         )
+    elif missing and cand.record.sequential and cand.record.sequential.method == "betting":
+        problem = "samples are missing from a task that was looked at as they came in"
     elif differing := _first_differing_prompt(base, cand, base_rows, cand_rows):
         problem = f'sample "{differing}" had different prompt ids'
     problems, problem_ids = _problems(base, base_rows, ids)
@@ -282,6 +284,9 @@ class Comparison:
             again.record.status != "complete"
             or again.record.fingerprint != self.base.record.fingerprint
         ):
+            return None
+        if again.samples != self.base.samples:
+            # A mean over several runs against one run would be neither's noise.
             return None
         found = pair_sets(self.task, self.base, again, 0.0)
         return None if found.problem else (again, found)

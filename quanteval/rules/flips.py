@@ -251,15 +251,10 @@ def _again_flipped(c: Comparison) -> tuple[FloatArray, FloatArray] | str:
     A repetition that errored may not excuse a flip: at least, it did not flip. Returns why there is none to use.
     """
     if c.noise is None:
-        return "the baseline was not repeated, or not under the same task: run with aa=true"
+        return "the baseline was not repeated as these scores were (the same task, one run each): run with aa=true"
     again, pairs = c.noise
     if problem := unusable(again):
         return f"the repeated baseline cannot be used, {problem}"
-    if again.attempts != c.cand.attempts:
-        return (
-            f"the scores are means of {c.cand.attempts} runs and the baseline was repeated "
-            f"{again.attempts} time{'' if again.attempts == 1 else 's'}"
-        )
     x, y = paired_units(c.base, again, pairs)
     lost = errored_problems(c.base, again, pairs)
     flipped = (np.abs(x - y) > SAME) & ~lost

@@ -11,7 +11,6 @@ from quanteval.looks import level
 from quanteval.records import Finding
 from quanteval.rules._common import (
     FloatArray,
-    bare,
     beside,
     check_alpha,
     check_selection,
@@ -19,6 +18,7 @@ from quanteval.rules._common import (
     invalid,
     percent,
     problem_of,
+    select_tasks,
 )
 from quanteval.rules.flips import (
     Judged,
@@ -69,8 +69,11 @@ class Floor:
             known = {**baseline.scores, **candidate.scores}
             tasks = sorted(t for t, scores in known.items() if scores.record.kind == self.kind)
         if not tasks:
-            sentence = f"no task of kind {self.kind} was run"
-            return [bare(name, required=self.required, outcome="skipped", sentence=sentence)]
+            none = select_tasks(
+                name, required=self.required, task=None, kind=self.kind,
+                baseline=baseline, candidate=candidate,
+            )  # fmt: skip
+            return [none.finding] if none.finding else []
         return [self._task(name, task, candidate, context) for task in tasks]
 
     def _task(

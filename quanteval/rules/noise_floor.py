@@ -66,6 +66,10 @@ class NoiseFloor:
         self, name: str, task: str, baseline: VariantEvidence, again: VariantEvidence
     ) -> Finding:
         pairs = pair(task, baseline, again, 0.0)
+        if not pairs.problem and baseline.scores[task].samples != again.scores[task].samples:
+            sentence = f"{task}: the scores are means over several runs, the repetition is one run"
+            outcome: Outcome = "inconclusive" if self.required else "skipped"
+            return bare(name, required=self.required, outcome=outcome, sentence=sentence, task=task)
         problem = pairs.problem or _unusable([baseline, again], task)
         if problem:
             sentence = f"{task}: the repeated baseline cannot be compared, {problem}"
@@ -75,7 +79,7 @@ class NoiseFloor:
         noise = noise_between(*paired_units(baseline.scores[task], again.scores[task], pairs))
         flips = noise.worse + noise.better
         p = mcnemar_exact(noise.worse, noise.better)
-        outcome: Outcome = "accept" if noise.flip_rate <= self.max_flip_rate else "inconclusive"
+        outcome = "accept" if noise.flip_rate <= self.max_flip_rate else "inconclusive"
         says = f"at most {percent(self.max_flip_rate)} may"
         if p <= DRIFT_ALPHA:
             outcome = "invalid"

@@ -131,8 +131,10 @@ class NonInferiority:
         return "" if binary else "the exact test needs scores of 0 and 1"
 
     def _says_nothing(self, c: Comparison, x: FloatArray) -> str:
-        """Return why a relative margin cannot be judged here, '' when it can."""
+        """Return why a margin cannot be judged here, '' when it can."""
         look = c.cand.record.sequential
+        if look is not None and look.method == "betting" and c.pairs.n < len(c.pairs.sample_ids):
+            return "the betting test takes one sample a problem; use planned looks"
         if not self.margin.is_relative:
             return ""
         if not x.mean() >= max(self.margin.min_baseline, 1e-9):
@@ -353,7 +355,7 @@ def _seen(c: Comparison, x: FloatArray, y: FloatArray) -> str:
     worse, better = int((x > y).sum()), int((x < y).sum())
     before, after = percent(float(x.mean())), percent(float(y.mean()))
     samples = len(c.pairs.sample_ids)
-    samples *= c.cand.attempts
+    samples = c.cand.samples or samples
     n = f"n={len(x)}" if samples == len(x) else f"n={len(x)} problems, {samples} samples"
     return f"{c.task}: {before} -> {after} ({n}, {worse} worse, {better} better)"
 

@@ -79,7 +79,7 @@ def load_columns(journal: Path, record: TaskRecord) -> ScoreSet | None:
                 series=_Series(columns_path(journal), tuple(head["series"])),
                 **texts,
             )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError):
         return None
 
 

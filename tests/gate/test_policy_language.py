@@ -153,7 +153,8 @@ def test_a_waiver_does_not_make_up_for_evidence():
     [
         ({"until": "2026-05-31"}, 'the waiver of "code" by Ada ended on 2026-05-31'),
         ({"until": datetime.date(2026, 5, 31)}, "renew it with a new day and reason, or remove it"),
-        ({"until": "soon"}, '"soon" is not valid'),
+        ({"until": "soon"}, '"soon" is not a day such as 2027-01-31'),
+        ({"until": 4102444800}, '"4102444800" is not a day'),
         ({"rule": "cod"}, 'there is no rule "cod"; did you mean "code"?'),
         ({"owner": " "}, "owner"),
         ({"reasons": "x"}, 'unknown key "reasons"; did you mean "reason"?'),
@@ -164,6 +165,21 @@ def test_a_waiver_that_ended_or_says_too_little_is_refused(change, says):
         policy(waivers=[{**WAIVER, **change}])
     assert says in str(error.value)
     assert "gate.waivers[0]" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["? [a]\n: 1\n", "rules: {[a]: {}}\n", "rules: " + "[" * 3000, "rules: {{a: b}: c}\n"]
+)
+def test_a_file_of_any_shape_is_answered_with_one_line(tmp_path, text):
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_policy(path)
+    assert "\n" not in str(error.value)
+    for foreign in ({"sequential": {"_target_": "quanteval.rules.guards.FiniteScores"}},
+                    {"waivers": [{**WAIVER, "_target_": "quanteval.rules.guards.FiniteScores"}]}):  # fmt: skip
+        made = policy(**foreign)
+        assert made.sequential is None or isinstance(made.sequential, SequentialPlan)
 
 
 def test_the_last_day_of_a_waiver_counts():

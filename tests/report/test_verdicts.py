@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from quanteval.errors import ConfigError, EvidenceError
-from quanteval.gate import exit_code, worst
+from quanteval.gate import decide, exit_code, worst
+from quanteval.policy import load_policy
 from quanteval.records import VERDICT_EXIT_CODES, Finding, Score
 from quanteval.report import comparison_text, junit_xml, sample_text, summary_markdown, verdict_text
+from quanteval.resources import presets
 from tests.gate import evidence as make
 from tests.report.conftest import make_run, sets
 
@@ -215,3 +217,15 @@ def test_waived_findings_are_shown_with_who_waived_them_and_fail_no_job():
     (case,) = Xml.fromstring(junit_xml([verdict]).encode()).iter("testcase")
     (skipped,) = case.findall("skipped")
     assert "waived by Ada" in skipped.get("message")
+
+
+def test_a_verdict_that_no_finding_gives_away_fails_the_junit_file_too():
+    prose = make.perplexity(np.linspace(200, 300, 20))
+    policy = load_policy(presets("gate")["default"])
+    verdict = decide(
+        policy, make.variant("base", prose), make.variant("c", prose), tasks=("prose",)
+    )
+    assert verdict.outcome == "inconclusive"
+    suite = Xml.fromstring(junit_xml([verdict])).find("testsuite")
+    assert suite.get("failures") == "1"
+    assert "no task of kind code" in junit_xml([verdict])

@@ -239,9 +239,9 @@ def test_without_a_repetition_there_is_no_excess():
         finding = one(needed, base, cand, again)
         assert finding.outcome == "invalid"
         assert "no flips beyond the noise can be told" in finding.sentence
-    mean = dataclasses.replace(cand, attempts=3)
-    told = one(needed, dataclasses.replace(base, attempts=3), mean, base).sentence
-    assert told.endswith("means of 3 runs and the baseline was repeated 1 time")
+    mean = dataclasses.replace(cand, samples=200)
+    told = one(needed, dataclasses.replace(base, samples=200), mean, base).sentence
+    assert told.endswith("(the same task, one run each): run with aa=true")
 
 
 def test_errors_of_the_repetition_excuse_nothing():
