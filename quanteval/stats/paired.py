@@ -189,12 +189,12 @@ def _tilt(g: FloatArray, counts: FloatArray, cap: float) -> float:
     upper = cap
     if smallest < 0.0 and 1.0 + cap * smallest <= 1e-15:
         upper = cap * (1.0 - 1e-15)
-    elif float(np.sum(counts * g / (1.0 + cap * g))) >= 0.0:
+    elif float(counts @ (g / (1.0 + cap * g))) >= 0.0:
         return cap
     low, high, lam = 0.0, upper, 0.5 * upper
     for _ in range(200):
         share = g / (1.0 + lam * g)
-        value, slope = float(np.sum(counts * share)), -float(np.sum(counts * share * share))
+        value, slope = float(counts @ share), -float(counts @ (share * share))
         if value > 0.0:
             low = lam
         else:
