@@ -88,3 +88,12 @@ def evaluated_ids(record: TaskRecord, all_ids: Sequence[str]) -> list[str]:
     if look is None:
         return list(all_ids)
     return sample_order(all_ids, look.order_seed)[: record.samples_expected]
+
+
+def betting_order(record: TaskRecord, problem_ids: Sequence[str]) -> list[int] | None:
+    """Return the rows of problems in the order in which they were evaluated, for the betting test; None without one."""
+    look = record.sequential
+    if look is None or look.method != "betting":
+        return None
+    rows = {problem: row for row, problem in enumerate(problem_ids)}
+    return [rows[i] for i in sample_order(problem_ids, look.order_seed)]

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
-from quanteval.looks import sample_order
-from quanteval.records import Finding, Outcome, TaskRecord
+from quanteval.looks import betting_order
+from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Comparison,
     FloatArray,
@@ -96,15 +96,6 @@ def judge_share(
     return Judged(lower, upper, outcome, method)
 
 
-def looked_at(record: TaskRecord, problem_ids: Sequence[str]) -> list[int] | None:
-    """Return the order in which problems were evaluated where any look may have been the last, else None."""
-    look = record.sequential
-    if look is None or look.method != "betting":
-        return None
-    rows = {problem: row for row, problem in enumerate(problem_ids)}
-    return [rows[i] for i in sample_order(problem_ids, look.order_seed)]
-
-
 def replaced(values: FloatArray, count: int, by: float) -> FloatArray:
     """Return the values with the `count` farthest from `by` replaced by it: the worst that missing samples can be."""
     out = values.copy()
@@ -165,7 +156,7 @@ class Flips:
         lost = errored_problems(c.base, c.cand, c.pairs)
         worse, better = (x - y > SAME) & ~lost, (y - x > SAME) & ~lost
         flipped = (worse | better).astype(np.float64)
-        order = looked_at(c.cand.record, c.pairs.problem_ids)
+        order = betting_order(c.cand.record, c.pairs.problem_ids)
         counts = (int(worse.sum()), int(better.sum()))
         seen = (
             f"{c.task}: {sum(counts)} of {c.pairs.n} flipped ({percent(float(flipped.mean()))}, "
@@ -307,7 +298,7 @@ class GreedyAgreement:
         missing = c.pairs.missing
         low = replaced(c.pairs.means((known & ~same).astype(np.float64)), missing, 0.0)
         high = replaced(c.pairs.means((~same).astype(np.float64)), missing, 1.0)
-        order = looked_at(c.cand.record, c.pairs.problem_ids)
+        order = betting_order(c.cand.record, c.pairs.problem_ids)
         alone = c.pairs.n == len(c.pairs.sample_ids)
         judged = mirrored(judge_share(low, high, 1 - self.min, c.alpha, exact=alone, order=order))
         samples, agreed = len(same), int(same.sum())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
-from quanteval.looks import level
+from quanteval.looks import betting_order, level
 from quanteval.records import Finding
 from quanteval.rules._common import (
     FloatArray,
@@ -24,7 +24,6 @@ from quanteval.rules.flips import (
     Judged,
     check_limit,
     judge_share,
-    looked_at,
     mirrored,
     replaced,
 )
@@ -125,7 +124,7 @@ class Floor:
                 alpha,
                 # Not by the means alone: an error must not exchange the exact bound for a narrower one.
                 exact=len(y) == len(scores.sample_ids) and bool(np.isin(y, (0.0, 1.0)).all()),
-                order=looked_at(scores.record, problem_ids),
+                order=betting_order(scores.record, problem_ids),
             )
         )
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from quanteval.evidence import Forecast, RuleContext, ScoreSet, SuiteFacts, VariantEvidence
-from quanteval.looks import sample_order
+from quanteval.looks import betting_order
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Comparison,
@@ -229,9 +229,10 @@ class NonInferiority:
         )  # fmt: skip
 
     def _test(self, c: Comparison, x: FloatArray, y: FloatArray, alpha: float) -> Test:
-        margin, look = self.margin.value, c.cand.record.sequential
-        if look is not None and look.method == "betting":
-            order = _drawn_order(c.pairs, look.order_seed, len(x))
+        margin = self.margin.value
+        # Pairs of a task that was looked at as it came in lack nothing, so these are all its problems.
+        order = betting_order(c.cand.record, c.pairs.problem_ids)
+        if order is not None:
             return betting_loss(x[order], y[order], margin, alpha=alpha, reject_alpha=alpha)
         if self.margin.is_relative:
             return relative_loss(x, y, margin, alpha=alpha, reject_alpha=alpha)
@@ -275,12 +276,6 @@ def with_missing(pairs: Pairs, x: FloatArray, y: FloatArray) -> tuple[FloatArray
     )
 
 
-def _drawn_order(pairs: Pairs, seed: int, units: int) -> list[int]:
-    """Return the units in the order in which they were evaluated; units beyond the pairs come last."""
-    rows = {problem: row for row, problem in enumerate(pairs.problem_ids)}
-    return [rows[i] for i in sample_order(pairs.problem_ids, seed)] + list(range(pairs.n, units))
-
-
 def unusable(scores: ScoreSet) -> str:
     """Return why these scores cannot be compared, '' when they can."""
     if bad := first_non_finite(scores):
@@ -301,11 +296,7 @@ def regression_p(x: FloatArray, y: FloatArray) -> float:
     if ((x == 0) | (x == 1)).all() and ((y == 0) | (y == 1)).all():
         return mcnemar_exact(int((x > y).sum()), int((x < y).sum()), "greater")
     d = x - y
-    return float(1 - _phi(bounded_score(d, 0.0))) if d.any() else 1.0
-
-
-def _phi(z: float) -> float:
-    return 0.5 * math.erfc(-z / math.sqrt(2))
+    return float(ndtr(-bounded_score(d, 0.0))) if d.any() else 1.0
 
 
 def _notes(c: Comparison) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
-from quanteval.looks import level
+from quanteval.looks import betting_order, level
 from quanteval.records import Finding, Outcome
 from quanteval.rules._common import (
     Pairs,
@@ -22,7 +22,7 @@ from quanteval.rules._common import (
     pair,
     percent,
 )
-from quanteval.rules.flips import errored_problems, looked_at, replaced
+from quanteval.rules.flips import errored_problems, replaced
 from quanteval.rules.non_inferiority import paired_units, unusable
 from quanteval.rules.perplexity import MINIMUM_DOCUMENTS
 from quanteval.stats import NonInferiority as Test
@@ -97,7 +97,7 @@ class Plausibility:
         x, y = paired_units(base, cand, pairs)
         lost = errored_problems(base, cand, pairs)
         alpha = level(cand.record, self.alpha)
-        order = looked_at(cand.record, pairs.problem_ids)
+        order = betting_order(cand.record, pairs.problem_ids)
 
         def test(before: np.ndarray, after: np.ndarray) -> Test:
             # The loss of going back from the candidate to the baseline is the candidate's gain.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from scipy.special import ndtr
 
 from quanteval.evidence import Forecast, RuleContext, SuiteFacts, VariantEvidence
 from quanteval.records import Finding, Outcome
@@ -211,7 +212,7 @@ class Pooled:
             f"{len(paired)} tasks, weights by {self._weights_text()}: {percent(before)} -> {percent(after)} "
             f"(n={test.n}, {worse} worse, {better} better; losses in {POINTS}: {losses})"
         )
-        p_regression = 1 - _phi_of([x - y for x, y in units], shares)
+        p_regression = _regression_p([x - y for x, y in units], shares)
         return Finding(
             rule=name,
             required=self.required,
@@ -246,8 +247,8 @@ def _sides(
     return [x for x, _ in units], [y for _, y in units]
 
 
-def _phi_of(differences: Sequence[FloatArray], shares: Sequence[float]) -> float:
-    """Return Phi of the score statistic of "there is no loss"; 0 when nothing differs at all."""
+def _regression_p(differences: Sequence[FloatArray], shares: Sequence[float]) -> float:
+    """Return the one-sided p-value of "there is no loss"; 1 when nothing differs at all."""
     if not any(d.any() for d in differences):
-        return 0.0
-    return 0.5 * math.erfc(-stratified_score(differences, shares, 0.0) / math.sqrt(2))
+        return 1.0
+    return float(ndtr(-stratified_score(differences, shares, 0.0)))

@@ -9,7 +9,7 @@ import pytest
 from quanteval.errors import ConfigError
 from quanteval.gate import decide, is_decided, may_stop
 from quanteval.looks import SequentialPlan
-from quanteval.policy import load_policy
+from quanteval.policy import Waiver, load_policy
 from quanteval.rules.margin import Margin, parse_margin
 from tests.gate import evidence as make
 
@@ -178,8 +178,10 @@ def test_a_file_of_any_shape_is_answered_with_one_line(tmp_path, text):
     assert "\n" not in str(error.value)
     for foreign in ({"sequential": {"_target_": "quanteval.rules.guards.FiniteScores"}},
                     {"waivers": [{**WAIVER, "_target_": "quanteval.rules.guards.FiniteScores"}]}):  # fmt: skip
+        # A target of one's own does not change what these keys hold.
         made = policy(**foreign)
-        assert made.sequential is None or isinstance(made.sequential, SequentialPlan)
+        assert isinstance(made.sequential, SequentialPlan) == ("sequential" in foreign)
+        assert [type(w) for w in made.waivers] == [Waiver] * len(foreign.get("waivers", []))
 
 
 def test_the_last_day_of_a_waiver_counts():
