@@ -9,6 +9,7 @@ from the thread that computed it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import queue
 import threading
@@ -76,6 +77,11 @@ class _Open:
     request: Request
     deliver: Deliver
     seen: int = 0
+
+
+def cache_argument(forward: Callable[..., Any]) -> str:
+    """Return the name under which a model's forward takes its cache; older ones say past_key_values."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def end_of(
@@ -362,6 +368,7 @@ class StaticBatcher:
         ids, mask = ids.to(device), mask.to(device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         choosers = [_Chooser(request.sampling, torch) for _, request in rows]
+        name = cache_argument(self._model.forward)
         cache: Any = None
         count = 0
         with torch.no_grad():
@@ -370,9 +377,9 @@ class StaticBatcher:
                     input_ids=ids,
                     attention_mask=mask,
                     position_ids=positions,
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{name: cache},
                 )
                 cache = out.past_key_values
                 self._note_cache(cache, mask.numel())

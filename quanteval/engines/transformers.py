@@ -26,10 +26,13 @@ class TransformersEngine:
     kv_cache_tokens: int = 8192
     page_tokens: int = 64
     step_tokens: int = 1024
+    score_batch_tokens: int = 512
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_rows", "kv_cache_tokens", "page_tokens", "step_tokens"):
+        for name in (
+            "max_batch_rows", "kv_cache_tokens", "page_tokens", "step_tokens", "score_batch_tokens",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f'{name} "{getattr(self, name)}" must be at least 1')
 
@@ -61,7 +64,7 @@ class TransformersEngine:
         try:
             yield session
         finally:
-            batchers.close()
+            session.close()
 
 
 def import_libraries() -> None:
@@ -84,11 +87,11 @@ def _load(artifact: Artifact, device: str) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     dtype = getattr(torch, artifact.load["dtype"])
+    # The library's own choice of attention: SDPA, or eager for the few architectures that SDPA does not do.
     model = AutoModelForCausalLM.from_pretrained(
         artifact.path,
         dtype=dtype,
         device_map=device,
-        attn_implementation="sdpa",
         trust_remote_code=artifact.trust_remote_code,
     )
     return model.eval()

@@ -1,7 +1,6 @@
 """A session on one loaded torch model: generation through batchers, scoring by plain forwards.
 
-Scoring computes one sequence at a time without padding, so that a score cannot depend on its
-neighbours, and takes the log-softmax in float32 of the logits as the model gives them.
+Scoring is `scoring.Scorer`'s; generation goes through the batchers of `batching`.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from quanteval.engines import census
 from quanteval.engines import memory as accounting
 from quanteval.engines.batching import Batcher, ContinuousBatcher, Event, StaticBatcher
+from quanteval.engines.scoring import Head, Scorer
 from quanteval.engines.tokenizer import HFTokenizer
 from quanteval.errors import EngineError, UnsupportedError
 from quanteval.interfaces import (
@@ -30,7 +28,6 @@ from quanteval.interfaces import (
 )
 from quanteval.records import Effective, FinishReason, MemoryUse
 
-HEAD_POSITIONS = 256
 PROBE_TOKENS = 256
 
 
@@ -49,6 +46,8 @@ class Limits(Protocol):
     def page_tokens(self) -> int: ...  # noqa: D102
     @property
     def step_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def score_batch_tokens(self) -> int: ...  # noqa: D102
     @property
     def max_context(self) -> int | None: ...  # noqa: D102
 
@@ -172,6 +171,7 @@ class TransformersSession:
         # Some libraries repack their weights in the first forward pass: it must come before anything
         # is read back, and it also shows whether logits can be rebuilt from hidden states.
         self._rebuilds = self._head_rebuilds_logits()
+        self._scorer = self._make_scorer()
 
     @property
     def tokenizer(self) -> HFTokenizer:
@@ -267,13 +267,6 @@ class TransformersSession:
 
     # ---- scoring
 
-    def _forward_hidden(self, token_ids: tuple[int, ...]) -> Any:
-        """Return the final hidden states [T, d] of a sequence."""
-        import torch
-
-        ids = torch.tensor([token_ids], device=self._model.device)
-        return self._model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-
     def _head_rebuilds_logits(self) -> bool:
         """Whether head(final hidden states) are the model's logits, bit for bit, on a short probe."""
         import torch
@@ -286,30 +279,34 @@ class TransformersSession:
                 return False
             try:
                 hidden = self._model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-                rebuilt = self._softcap(head(hidden))
+                rebuilt = Head(self._model, True, self._softcap).cap(head(hidden))
             except (AttributeError, TypeError, RuntimeError):
                 return False
         return bool(torch.equal(rebuilt, logits))
 
-    def _softcap(self, logits: Any) -> Any:
-        cap = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
-        return logits if cap is None else (logits / cap).tanh() * cap
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
 
-    def _logit_blocks(self, request: ScoreRequest) -> Iterator[Any]:
-        """Yield native logits [<=HEAD_POSITIONS, V] that predict the scored tokens, in order."""
+    def _make_scorer(self) -> Scorer:
         import torch
 
-        first, last = request.first_scored - 1, len(request.token_ids) - 1
-        if self._rebuilds:
-            hidden = self._forward_hidden(request.token_ids)[first:last]
-            head = self._model.get_output_embeddings()
-            for start in range(0, last - first, HEAD_POSITIONS):
-                yield self._softcap(head(hidden[start : start + HEAD_POSITIONS]))
-            return
-        ids = torch.tensor([request.token_ids], device=self._model.device)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, first:last]
-        for start in range(0, last - first, HEAD_POSITIONS):
-            yield logits[start : start + HEAD_POSITIONS]
+        on_cpu = self._model.device.type == "cpu"
+        config = self._model.config.get_text_config()
+        scorer = Scorer(
+            Head(self._model, self._rebuilds, self._softcap),
+            self._batchers.paused,
+            batch_tokens=self._limits.score_batch_tokens,
+            workers=torch.get_num_threads() if on_cpu else 1,
+            longest_packed=getattr(config, "sliding_window", None) or self._max_context,
+        )
+        scorer.packs = scorer.can_pack(self._tokenizer.vocab_size)
+        return scorer
+
+    def close(self) -> None:
+        """End the threads."""
+        self._scorer.close()
+        self._batchers.close()
 
     def _check_score_request(self, request: ScoreRequest) -> None:
         length = len(request.token_ids)
@@ -322,43 +319,19 @@ class TransformersSession:
                 f'"{request.request_id}" has {length} tokens, more than the {self._max_context} a sequence may hold'
             )
 
-    def loglikelihood(self, requests: Iterable[ScoreRequest]) -> Iterator[TokenLogprobs]:
-        """Score one sequence at a time, without padding."""
-        import torch
-
+    def _checked(self, requests: Iterable[ScoreRequest]) -> Iterator[ScoreRequest]:
         for request in requests:
             self._check_score_request(request)
-            targets = torch.tensor(
-                request.token_ids[request.first_scored :], device=self._model.device
-            )
-            values: list[Any] = []
-            hits: list[Any] = []
-            start = 0
-            with self._batchers.paused(), torch.no_grad():
-                for block in self._logit_blocks(request):
-                    wanted = targets[start : start + len(block)]
-                    start += len(block)
-                    logits = block.float()
-                    chosen = logits.gather(-1, wanted[:, None])[:, 0]
-                    values.append((chosen - logits.logsumexp(-1)).double().cpu())
-                    hits.append((logits.argmax(-1) == wanted).cpu())
-            yield TokenLogprobs(
-                request.request_id,
-                np.asarray(torch.cat(values).numpy(), dtype=np.float64),
-                np.asarray(torch.cat(hits).numpy(), dtype=np.bool_),
-            )
+            yield request
+
+    def loglikelihood(self, requests: Iterable[ScoreRequest]) -> Iterator[TokenLogprobs]:
+        """Score sequences in the order asked; those of one call share what their prefixes have in common."""
+        return self._scorer.logprobs(self._checked(requests))
 
     def hidden_states(self, requests: Iterable[ScoreRequest]) -> Iterator[HiddenStates]:
         """Final hidden states before each scored token, on the CPU, in the served dtype."""
-        import torch
-
         self._need_rebuild()
-        for request in requests:
-            self._check_score_request(request)
-            with self._batchers.paused(), torch.no_grad():
-                hidden = self._forward_hidden(request.token_ids)
-            values = hidden[request.first_scored - 1 : -1].cpu().clone()
-            yield HiddenStates(request.request_id, values)
+        return self._scorer.hidden(self._checked(requests))
 
     def output_head(self) -> OutputHead:
         """The output head's weight and bias on the CPU."""
@@ -371,7 +344,7 @@ class TransformersSession:
         return OutputHead(
             weight=weight.detach().cpu(),
             bias=None if bias is None else bias.detach().cpu(),
-            softcap=getattr(self._model.config.get_text_config(), "final_logit_softcapping", None),
+            softcap=self._softcap,
         )
 
     def _need_rebuild(self) -> None:
