@@ -127,6 +127,14 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it: the begin id, else the end id.
+
+        Unlike `bos_token_id` it is there also when the tokenizer does not put it by itself.
+        """
+        ...
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation."""
         ...

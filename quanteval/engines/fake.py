@@ -56,6 +56,11 @@ class ByteTokenizer:
         return BEGIN if self.add_bos else None
 
     @property
+    def prefix_token_id(self) -> int:
+        """257."""
+        return BEGIN
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """256."""
         return frozenset({END})

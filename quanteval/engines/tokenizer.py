@@ -66,6 +66,14 @@ class HFTokenizer:
         return self._bos
 
     @property
+    def prefix_token_id(self) -> int:
+        """The begin id where the tokenizer has one, else its end id. ConfigError when it has neither."""
+        for found in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
+            if found is not None:
+                return int(found)
+        raise ConfigError("this tokenizer has no begin and no end token: use bos=never")
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation."""
         return self._eos

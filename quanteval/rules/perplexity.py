@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import nctdtr, ndtri, stdtrit
 
 from quanteval.evidence import Forecast, RuleContext, SuiteFacts, VariantEvidence
@@ -34,8 +35,8 @@ class PerplexityRatio:
     """Compare exp(sum NLL / sum tokens) of both variants by their ratio, documents as the unit.
 
     `max_ratio` is the margin, e.g. 1.02 for two per cent. The bounds are those of the ratio estimator
-    over documents with Student's t. Fewer than 10 documents decide nothing; one that decides alone is
-    named.
+    over documents with Student's t; of fewer than 10 documents that were scored in windows (one long
+    text), the windows are the unit. Fewer than 10 units decide nothing; one that decides alone is named.
     """
 
     max_ratio: float
@@ -118,10 +119,11 @@ class PerplexityRatio:
         if not np.array_equal(tokens, cand.weight[pairs.candidate_rows]):
             problem = "the variants scored different numbers of tokens"
             return invalid(c.rule, required=self.required, task=c.task, problem=problem)
-        n = len(pairs.sample_ids)
+        units = _units(c)
+        n, what = len(units.names), units.what
         if n < MINIMUM_DOCUMENTS:
             sentence = (
-                f"{c.task}: {n} documents decide nothing, at least {MINIMUM_DOCUMENTS} are needed"
+                f"{c.task}: {n} {what} decide nothing, at least {MINIMUM_DOCUMENTS} are needed"
             )
             return bare(
                 c.rule,
@@ -130,7 +132,7 @@ class PerplexityRatio:
                 sentence=sentence,
                 task=c.task,
             )
-        x, y = base.value[pairs.baseline_rows], cand.value[pairs.candidate_rows]
+        x, y, tokens = units.baseline, units.candidate, units.tokens
         found = log_perplexity_ratio(x, y, tokens, c.alpha)
         ratio, lower, upper = _exp(found.estimate), _exp(found.lower), _exp(found.upper)
         outcome: Outcome = "inconclusive"
@@ -143,19 +145,19 @@ class PerplexityRatio:
         needed = _needed(found.se, n, found.estimate, math.log(self.max_ratio), c.alpha)
         sentence = _sentence(
             c.task,
-            n,
+            f"n={n} {what}",
             (before, after),
             (ratio, lower, upper),
             self.max_ratio,
             c.alpha,
             outcome,
-            needed,
+            f", about {needed} {what} would decide" if needed else "",
         )
         without = _exp(found.estimate - found.influence)
-        outlier = pairs.sample_ids[found.most_influential]
+        outlier = units.names[found.most_influential]
         if (without < self.max_ratio) != (ratio < self.max_ratio):
             sentence += (
-                f'; document "{outlier}" alone decides: without it the ratio is {without:.3f}'
+                f'; {what[:-1]} "{outlier}" alone decides: without it the ratio is {without:.3f}'
             )
         if remark := _noise_remark(c, found.estimate, self.max_ratio):
             sentence += f"; {remark}"
@@ -167,7 +169,7 @@ class PerplexityRatio:
             task=c.task,
             metric="token perplexity",
             unit="ratio",
-            method="clustered t over documents",
+            method=f"clustered t over {what}",
             n=n,
             baseline_value=before,
             candidate_value=after,
@@ -181,9 +183,45 @@ class PerplexityRatio:
             n_needed=needed if outcome == "inconclusive" else None,
             regression_detected=lower > 1,
             notes=[
-                f'most influential document "{outlier}": without it the ratio would be {without:.4f}'
+                f'most influential {what[:-1]} "{outlier}": without it the ratio would be {without:.4f}'
             ],
         )
+
+
+@dataclass(frozen=True)
+class _Units:
+    """What is compared: summed NLL of each unit on both sides, its tokens [n each], and its name."""
+
+    what: str
+    names: tuple[str, ...]
+    baseline: NDArray[np.float64]
+    candidate: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+
+
+def _units(c: Comparison) -> _Units:
+    """Return the documents, or their windows where there are too few documents to be units."""
+    base, cand, pairs = c.base, c.cand, c.pairs
+    rows = list(zip(pairs.baseline_rows, pairs.candidate_rows, strict=True))
+    sums, lengths = base.series.get("window_nll"), base.series.get("window_tokens")
+    others = cand.series.get("window_nll")
+    if len(rows) < MINIMUM_DOCUMENTS and sums and lengths and others and rows:
+        windows = [(i, j) for i, j in rows if len(sums[i]) == len(others[j]) > 0]
+        if len(windows) == len(rows):
+            return _Units(
+                "windows",
+                tuple(f"{base.sample_ids[i]}@{k}" for i, _ in rows for k in range(len(sums[i]))),
+                np.concatenate([sums[i] for i, _ in rows]),
+                np.concatenate([others[j] for _, j in rows]),
+                np.concatenate([lengths[i] for i, _ in rows]),
+            )
+    return _Units(
+        "documents",
+        pairs.sample_ids,
+        base.value[pairs.baseline_rows],
+        cand.value[pairs.candidate_rows],
+        base.weight[pairs.baseline_rows],
+    )
 
 
 def _noise_remark(c: Comparison, estimate: float, max_ratio: float) -> str:
@@ -219,22 +257,21 @@ def _needed(se: float, n: int, estimate: float, margin: float, alpha: float) -> 
 
 def _sentence(
     task: str,
-    n: int,
+    n: str,
     values: tuple[float, float],
     bounds: tuple[float, float, float],
     margin: float,
     alpha: float,
     outcome: Outcome,
-    needed: int | None,
+    more: str,
 ) -> str:
     ratio, lower, upper = (beside(value, margin, 3) for value in bounds)
     sure = confidence(alpha)
-    seen = f"{task}: perplexity {values[0]:.2f} -> {values[1]:.2f} (n={n} documents), ratio {ratio}"
+    seen = f"{task}: perplexity {values[0]:.2f} -> {values[1]:.2f} ({n}), ratio {ratio}"
     if outcome == "accept":
         return f"{seen}, at most {upper} with {sure} confidence: within the margin of {margin:g}"
     if outcome == "reject":
         return f"{seen}, at least {lower} with {sure} confidence: beyond the margin of {margin:g}"
-    more = f", about {needed} documents would decide" if needed else ""
     return (
         f"{seen}, between {lower} and {upper} with {sure} confidence each: "
         f"undecided at the margin of {margin:g}{more}"

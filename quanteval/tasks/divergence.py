@@ -1,11 +1,13 @@
-"""Divergence from the baseline: KL and top-1 agreement on the same teacher-forced tokens.
+"""Divergence from the baseline: KL and top-1 agreement on the same teacher-forced tokens, and how long
+both write the same by themselves.
 
-The baseline's run stores its final hidden states and its output head, from which its exact logits
-are rebuilt block by block; logits themselves are never stored.
+The baseline's run stores its final hidden states, its output head, from which its exact logits are
+rebuilt block by block, and its greedy continuations; logits themselves are never stored.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -16,9 +18,13 @@ from typing import Any
 
 from quanteval.errors import ConfigError, EngineError, RecordError
 from quanteval.interfaces import (
+    Completion,
     HiddenStates,
     OutputHead,
+    Prompt,
+    Request,
     Sample,
+    Sampling,
     ScoreRequest,
     Session,
     TaskContext,
@@ -36,6 +42,8 @@ from quanteval.tasks.loading import (
 )
 
 BLOCK = 128
+DOCUMENTS_A_TURN = 16
+"""Documents worked on between two times that scores are handed on."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class DivergenceTask:
     """Documents on which distributions are compared; the fields of a task.yaml of this kind.
 
     Each document is cut after `max_tokens` tokens; with a tokenizer that begins texts with a token
-    of its own, that token is context for the first.
+    of its own, that token is context for the first. `greedy_tokens` are generated after the document's
+    first `greedy_prompt_tokens` and compared token by token; 0 leaves that out.
     """
 
     name: str
@@ -53,6 +62,8 @@ class DivergenceTask:
     id_field: str = "id"
     text_field: str = "text"
     max_tokens: int = 256
+    greedy_tokens: int = 32
+    greedy_prompt_tokens: int = 64
     limit: int | None = None
     description: str = ""
     licence: str = ""
@@ -65,6 +76,12 @@ class DivergenceTask:
         check_limit(self.limit)
         if self.max_tokens < 2:
             raise ValueError(f'max_tokens "{self.max_tokens}" must be at least 2')
+        if self.greedy_tokens < 0:
+            raise ValueError(f'greedy_tokens "{self.greedy_tokens}" must be at least 0')
+        if self.greedy_prompt_tokens < 1:
+            raise ValueError(
+                f'greedy_prompt_tokens "{self.greedy_prompt_tokens}" must be at least 1'
+            )
 
     def samples(self) -> list[Sample]:
         """Load the documents; ConfigError when there are none, or one has no text."""
@@ -80,6 +97,8 @@ class DivergenceTask:
             "data": data_digest(samples),
             "text_field": self.text_field,
             "max_tokens": self.max_tokens,
+            "greedy_tokens": self.greedy_tokens,
+            "greedy_prompt_tokens": self.greedy_prompt_tokens if self.greedy_tokens else None,
             "stored": "final hidden states and output head",
         }
 
@@ -94,46 +113,112 @@ class DivergenceTask:
             baseline_head = head
         else:
             baseline_head = store.load_head()
-        for sample in samples:
-            started = time.perf_counter()
-            request = self._request(session, sample)
-            if request is None:
-                yield _failed(sample, (), "the document has fewer than 2 tokens")
-                continue
-            (states,) = session.hidden_states([request])
-            if context.is_baseline:
-                store.save(sample.sample_id, request.token_ids, states)
-                expected = states.values
-            else:
-                expected = store.load(sample.sample_id, request.token_ids)
-            kl, agree = compare(baseline_head, expected, head, states.values)
-            yield _score(sample, request.token_ids, kl, agree, time.perf_counter() - started)
+        comparison = _Comparison(self, session, store, head, baseline_head, context.is_baseline)
+        for start in range(0, len(samples), DOCUMENTS_A_TURN):
+            yield from comparison.scores(samples[start : start + DOCUMENTS_A_TURN])
 
-    def _request(self, session: Session, sample: Sample) -> ScoreRequest | None:
+    def request(self, session: Session, sample: Sample) -> ScoreRequest | None:
+        """Return what is scored of a document, None where it has fewer than two tokens."""
         ids = session.tokenizer.encode(str(sample.data[self.text_field]))[: self.max_tokens]
         begin = session.tokenizer.bos_token_id
         ids = ids if begin is None else (begin, *ids)
         return ScoreRequest(sample.sample_id, ids) if len(ids) > 1 else None
 
+    def greedy_request(self, session: Session, scored: ScoreRequest) -> Request:
+        """Return the generation that begins with a document's first tokens."""
+        begins = session.tokenizer.bos_token_id is not None
+        ids = scored.token_ids[: self.greedy_prompt_tokens + begins]
+        prompt = Prompt(session.tokenizer.decode(ids), ids)
+        return Request(f"{scored.request_id} greedy", prompt, Sampling(self.greedy_tokens))
 
-def _score(
-    sample: Sample, ids: Sequence[int], kl: list[float], agree: int, elapsed_s: float
-) -> Score:
-    bad = next((i for i, value in enumerate(kl) if not math.isfinite(value)), None)
-    if bad is not None:
-        return _failed(sample, ids, f"KL {kl[bad]} at token {bad}")
-    return Score(
-        sample_id=sample.sample_id,
-        prompt_sha256=hash_token_ids(ids),
-        value=math.fsum(kl),
-        weight=len(kl),
-        status="ok",
-        finish_reason="none",
-        output_tokens=0,
-        numbers={"top1_agree": float(agree)},
-        series={"kl": kl},
-        elapsed_s=elapsed_s,
-    )
+
+@dataclass(frozen=True)
+class _Comparison:
+    """One variant's documents against the stored baseline, or stored as the baseline."""
+
+    task: DivergenceTask
+    session: Session
+    store: _Store
+    head: OutputHead
+    baseline_head: OutputHead
+    is_baseline: bool
+
+    def scores(self, samples: Sequence[Sample]) -> Iterator[Score]:
+        asked = {s.sample_id: self.task.request(self.session, s) for s in samples}
+        usable = [request for request in asked.values() if request is not None]
+        written = self._generate(usable)
+        states = self.session.hidden_states(usable)
+        last = time.perf_counter()
+        for sample in samples:
+            request = asked[sample.sample_id]
+            if request is None:
+                yield _failed(sample, (), "the document has fewer than 2 tokens")
+                continue
+            score = self._score(sample, request, next(states), written.get(sample.sample_id))
+            ended = time.perf_counter()
+            yield score.model_copy(update={"elapsed_s": ended - last})
+            last = ended
+
+    def _generate(self, requests: Sequence[ScoreRequest]) -> dict[str, Completion]:
+        """Return the greedy continuation of each document; none where they are left out."""
+        if not self.task.greedy_tokens:
+            return {}
+        of = {}
+        for request in requests:
+            greedy = self.task.greedy_request(self.session, request)
+            of[greedy.request_id] = (request.request_id, greedy)
+        completions = self.session.generate(greedy for _, greedy in of.values())
+        return {of[done.request_id][0]: done for done in completions}
+
+    def _score(
+        self,
+        sample: Sample,
+        request: ScoreRequest,
+        states: HiddenStates,
+        written: Completion | None,
+    ) -> Score:
+        ids = request.token_ids
+        if written is not None and written.finish_reason not in ("stop", "length"):
+            return _failed(sample, ids, written.error or written.finish_reason)
+        tokens = written.token_ids if written is not None else ()
+        if self.is_baseline:
+            self.store.save(sample.sample_id, ids, states, tokens)
+            expected, wanted = states.values, tokens
+        else:
+            expected, wanted = self.store.load(sample.sample_id, ids)
+        kl, agree = compare(self.baseline_head, expected, self.head, states.values)
+        bad = next((i for i, value in enumerate(kl) if not math.isfinite(value)), None)
+        if bad is not None:
+            return _failed(sample, ids, f"KL {kl[bad]} at token {bad}")
+        numbers = {"top1_agree": float(agree)}
+        if written is not None:
+            numbers |= _agreement(wanted, tokens)
+        return Score(
+            sample_id=sample.sample_id,
+            prompt_sha256=hash_token_ids(ids),
+            value=math.fsum(kl),
+            weight=len(kl),
+            status="ok",
+            finish_reason="none",
+            output_tokens=len(tokens),
+            output=None if written is None else written.text,
+            numbers=numbers,
+            series={"kl": kl},
+        )
+
+
+def _agreement(baseline: Sequence[int], candidate: Sequence[int]) -> dict[str, float]:
+    """Return the position of the first differing token, and whether there is none.
+
+    Two continuations of which one ends where the other goes on differ at that place.
+    """
+    same = 0
+    for first, second in zip(baseline, candidate, strict=False):
+        if first != second:
+            break
+        same += 1
+    whole = same == len(baseline) == len(candidate)
+    return {"greedy_same": float(whole), "first_divergence": float(same)}
 
 
 def _failed(sample: Sample, ids: Sequence[int], detail: str) -> Score:
@@ -211,17 +296,21 @@ class _Store:
         softcap = float(metadata["softcap"]) if "softcap" in metadata else None
         return OutputHead(tensors["weight"], tensors.get("bias"), softcap)
 
-    def save(self, sample_id: str, ids: Sequence[int], states: HiddenStates) -> None:
-        self._write(_file_name(sample_id), {"hidden": states.values}, {"ids": hash_token_ids(ids)})
+    def save(
+        self, sample_id: str, ids: Sequence[int], states: HiddenStates, greedy: Sequence[int]
+    ) -> None:
+        metadata = {"ids": hash_token_ids(ids), "greedy": json.dumps(list(greedy))}
+        self._write(_file_name(sample_id), {"hidden": states.values}, metadata)
 
-    def load(self, sample_id: str, ids: Sequence[int]) -> Any:
+    def load(self, sample_id: str, ids: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+        """Return the hidden states [T, d] and the ids of the greedy continuation."""
         tensors, metadata = self._read(_file_name(sample_id))
         if metadata.get("ids") != hash_token_ids(ids):
             raise EngineError(
                 f'"{sample_id}": baseline and candidate have different token ids, so their '
                 "distributions cannot be compared"
             )
-        return tensors["hidden"]
+        return tensors["hidden"], tuple(json.loads(metadata.get("greedy", "[]")))
 
     def _write(self, name: str, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
         from safetensors import SafetensorError

@@ -12,7 +12,7 @@ import torch
 
 from quanteval.engines.fake import ByteTokenizer, FakeEngine
 from quanteval.errors import ConfigError, EngineError, RecordError
-from quanteval.interfaces import HiddenStates, OutputHead, Sample, TaskContext
+from quanteval.interfaces import Completion, HiddenStates, OutputHead, Sample, TaskContext
 from quanteval.records import Artifact, Precision
 from quanteval.resources import task_folders
 from quanteval.sandbox import Limits
@@ -82,8 +82,16 @@ CHANGES = {
         "max_tokens_per_document": 99,
         "keep_logprobs": True,
         "text_field": "other",
+        "counted_field": "other",
+        "mode": "harness",
     },
-    "divergence": {"version": "2", "max_tokens": 99, "text_field": "other"},
+    "divergence": {
+        "version": "2",
+        "max_tokens": 99,
+        "text_field": "other",
+        "greedy_tokens": 9,
+        "greedy_prompt_tokens": 9,
+    },
 }
 LEFT_OUT = {
     "name": "u",
@@ -245,8 +253,9 @@ class Hidden:
     max_context = 1000
     tokenizer = ByteTokenizer()
 
-    def __init__(self, noise=0.0, softcap=None):
+    def __init__(self, noise=0.0, softcap=None, writes=lambda document: tuple(b"same text")):
         torch.manual_seed(0)
+        self.writes = writes
         self.table, self.noise = torch.randn(260, 8), noise
         self.head = OutputHead(torch.randn(50, 8), torch.randn(50), softcap)
         self.asked: list[str] = []
@@ -259,6 +268,12 @@ class Hidden:
             self.asked.append(request.request_id)
             rows = self.table[list(request.token_ids[:-1])]
             yield HiddenStates(request.request_id, rows + self.noise)
+
+    def generate(self, requests):
+        for request in requests:
+            assert request.sampling.temperature == 0
+            ids = self.writes(request.request_id.split()[0])[: request.sampling.max_tokens]
+            yield Completion(request.request_id, self.tokenizer.decode(ids), ids, "stop")
 
 
 SUITE = DivergenceTask(name="t", version="1", source=SOURCE)
@@ -295,6 +310,57 @@ def test_the_same_model_again_has_no_divergence_at_all(tmp_path):
     again = diverge(Hidden(), DOCUMENTS, tmp_path, is_baseline=False)
     assert [s.value for s in again] == [0.0] * 4
     assert [s.numbers["top1_agree"] for s in again] == [s.weight for s in again]
+
+
+def test_the_first_diverging_token_of_what_both_write(tmp_path):
+    diverge(Hidden(), DOCUMENTS, tmp_path, is_baseline=True)
+    texts = {"d0": b"same text", "d1": b"same tent", "d2": b"same", "d3": b"same text and more"}
+    candidate = Hidden(writes=lambda document: tuple(texts[document]))
+    scores = diverge(candidate, DOCUMENTS, tmp_path, is_baseline=False)
+    assert [(s.numbers["greedy_same"], s.numbers["first_divergence"]) for s in scores] == [
+        (1.0, 9.0), (0.0, 7.0), (0.0, 4.0), (0.0, 9.0),
+    ]  # fmt: skip
+    assert [(s.output, s.output_tokens) for s in scores] == [
+        (text.decode(), len(text)) for text in texts.values()
+    ]
+
+
+def test_greedy_continuations_begin_with_the_documents_first_tokens(tmp_path):
+    asked = []
+
+    class Spy(Hidden):
+        def generate(self, requests):
+            requests = list(requests)
+            asked.extend(requests)
+            return super().generate(requests)
+
+    suite = dataclasses.replace(SUITE, greedy_prompt_tokens=4, greedy_tokens=3)
+    session = Spy()
+    session.tokenizer = ByteTokenizer(add_bos=True)
+    context = TaskContext(tmp_path, tmp_path, True)
+    scores = list(suite.evaluate(session, DOCUMENTS[:1], context))
+    (request,) = asked
+    assert request.prompt.token_ids == (257, *b"text")
+    assert request.prompt.text == "text"
+    assert request.sampling.max_tokens == 3
+    assert scores[0].output == "sam"
+    without = dataclasses.replace(SUITE, greedy_tokens=0)
+    (score,) = without.evaluate(
+        Spy(), DOCUMENTS[:1], TaskContext(tmp_path / "b", tmp_path / "b", True)
+    )
+    assert (score.output, score.output_tokens) == (None, 0)
+    assert "greedy_same" not in score.numbers
+    assert len(asked) == 1
+
+
+def test_a_continuation_that_failed_is_an_error(tmp_path):
+    class Broken(Hidden):
+        def generate(self, requests):
+            for request in requests:
+                yield Completion(request.request_id, "", (), "error", "out of pages")
+
+    scores = diverge(Broken(), DOCUMENTS[:2], tmp_path, is_baseline=True)
+    assert [(s.status, s.detail) for s in scores] == [("error", "out of pages")] * 2
 
 
 def test_ids_that_differ_are_named_with_their_sample(tmp_path):
