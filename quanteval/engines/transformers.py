@@ -21,7 +21,7 @@ class TransformersEngine:
     """Serves a folder that transformers loads. Fields are those of conf/engine/transformers.yaml."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    batching: Literal["auto", "continuous", "static"] = "auto"
+    batching: Literal["auto", "continuous", "padded"] = "auto"
     max_batch_rows: int = 8
     kv_cache_tokens: int = 8192
     page_tokens: int = 64

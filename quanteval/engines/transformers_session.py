@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 
 from quanteval.engines import census
 from quanteval.engines import memory as accounting
-from quanteval.engines.batching import Batcher, ContinuousBatcher, Event, StaticBatcher
+from quanteval.engines.batching import Batcher, ContinuousBatcher, Event
+from quanteval.engines.padded import PaddedBatcher
 from quanteval.engines.scoring import Head, Scorer
 from quanteval.engines.tokenizer import HFTokenizer
 from quanteval.errors import EngineError, UnsupportedError
@@ -37,7 +38,7 @@ class Limits(Protocol):
     @property
     def device(self) -> str: ...  # noqa: D102
     @property
-    def batching(self) -> Literal["auto", "continuous", "static"]: ...  # noqa: D102
+    def batching(self) -> Literal["auto", "continuous", "padded"]: ...  # noqa: D102
     @property
     def max_batch_rows(self) -> int: ...  # noqa: D102
     @property
@@ -53,7 +54,7 @@ class Limits(Protocol):
 
 
 class Batchers:
-    """The batcher for greedy requests, and a static one for sampled requests, made when needed."""
+    """The batcher for greedy requests, and a padded one for sampled requests, made when needed."""
 
     def __init__(self, limits: Limits, model: Any, eos: frozenset[int]) -> None:
         self._limits = limits
@@ -64,8 +65,8 @@ class Batchers:
 
     def _make_greedy(self) -> Batcher:
         rows = self._limits.max_batch_rows
-        if self._limits.batching == "static":
-            return StaticBatcher(self._model, self._eos, rows=rows, why="as configured")
+        if self._limits.batching == "padded":
+            return PaddedBatcher(self._model, self._eos, rows=rows, why="as configured")
         try:
             return ContinuousBatcher(
                 self._model,
@@ -81,15 +82,15 @@ class Batchers:
                     f"continuous batching does not take this model: {error}"
                 ) from error
             why = f"continuous batching refused: {str(error).splitlines()[0]}"
-            return StaticBatcher(self._model, self._eos, rows=rows, why=why)
+            return PaddedBatcher(self._model, self._eos, rows=rows, why=why)
 
     def for_request(self, request: Request) -> Batcher:
         """Return the batcher that takes this request."""
-        if request.sampling.temperature <= 0 or isinstance(self.greedy, StaticBatcher):
+        if request.sampling.temperature <= 0 or isinstance(self.greedy, PaddedBatcher):
             return self.greedy
         if self._sampled is None:
             rows = self._limits.max_batch_rows
-            self._sampled = StaticBatcher(self._model, self._eos, rows=rows, why="sampled requests")
+            self._sampled = PaddedBatcher(self._model, self._eos, rows=rows, why="sampled requests")
         return self._sampled
 
     @contextlib.contextmanager

@@ -35,7 +35,7 @@ def serve(source, scheme, tmp_path, **fields):
     return TransformersEngine(kv_cache_tokens=512, page_tokens=16, **fields).serve(artifact)
 
 
-@pytest.fixture(scope="module", params=["continuous", "static"])
+@pytest.fixture(scope="module", params=["continuous", "padded"])
 def session(request, tiny_source, tmp_path_factory):
     scheme = Unquantized("float32")
     with serve(tiny_source, scheme, tmp_path_factory.mktemp("a"), batching=request.param) as live:
@@ -206,7 +206,7 @@ def test_the_memory_account_adds_up(session):
 
 
 def test_closing_answers_whoever_still_waits(tiny_source, tmp_path):
-    for batching in ("continuous", "static"):
+    for batching in ("continuous", "padded"):
         with serve(tiny_source, Unquantized("float32"), tmp_path, batching=batching) as live:
             request = requests(live, Sampling(400, ignore_eos=True), TEXTS[:1])[0]
             stream = live.stream(request)

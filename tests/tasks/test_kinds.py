@@ -70,7 +70,7 @@ def test_every_suite_loads_with_unique_ids_and_a_licence(name):
 
 def test_humaneval_and_pyeasy_have_their_sizes():
     assert len(task("humaneval").samples()) == 164
-    assert len(task("pyeasy").samples()) >= 40
+    assert len(task("pyeasy").samples()) == 164
 
 
 # --------------------------------------------------------------------------- code

@@ -1,0 +1,192 @@
+"""The padded batch: slots are refilled, and what a row writes depends on nobody else's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from quanteval.engines.padded import PaddedBatcher
+from quanteval.interfaces import Prompt, Request, Sampling
+
+EOS = frozenset({1})
+PROMPTS = [tuple(range(5, 5 + n)) for n in (3, 40, 7, 1, 25, 12, 2, 30)]
+
+
+def request(i, length=12, temperature=0.0, **more):
+    sampling = Sampling(length, temperature=temperature, seed=i, ignore_eos=True, **more)
+    return Request(f"r{i}", Prompt("", PROMPTS[i % len(PROMPTS)]), sampling)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def make(model):
+    made = []
+
+    def start(rows=3, on=model):
+        made.append(PaddedBatcher(on, EOS, rows=rows, why="test"))
+        return made[-1]
+
+    yield start
+    for batcher in made:
+        batcher.close()
+
+
+def run(batcher, requests):
+    """Return each request's tokens and how it ended."""
+    events = queue.Queue()
+    handles = {}
+    for one in requests:
+        handles[one.request_id] = batcher.submit(
+            one, lambda event, name=one.request_id: events.put((name, event))
+        )
+    tokens = {one.request_id: [] for one in requests}
+    ends = {}
+    while len(ends) < len(requests):
+        name, event = events.get(timeout=60)
+        tokens[name] += event.token_ids
+        if event.finish_reason:
+            ends[name] = (event.finish_reason, event.error)
+    return tokens, ends
+
+
+def greedy(model, prompt, length):
+    ids = list(prompt)
+    for _ in range(length):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_rows_write_what_they_write_alone_however_they_are_batched(make, model):
+    wanted = [request(i, length=4 + 5 * (i % 4)) for i in range(12)]
+    expected = {
+        r.request_id: greedy(model, r.prompt.token_ids, r.sampling.max_tokens) for r in wanted
+    }
+    for rows in (1, 3, 20):
+        tokens, ends = run(make(rows), wanted)
+        assert tokens == expected
+        assert set(ends.values()) == {("length", None)}
+
+
+def test_sampled_rows_too(make):
+    wanted = [request(i, length=3 + 4 * (i % 3), temperature=1.0, top_p=0.9) for i in range(9)]
+    alone = run(make(1), wanted)[0]
+    assert run(make(4), wanted)[0] == alone
+
+
+def test_a_freed_slot_is_filled_while_others_go_on(make):
+    batcher = make(2)
+    order = queue.Queue()
+    long, short, late = request(0, 60), request(1, 3), request(2, 3)
+    done = threading.Event()
+    for one in (long, short, late):
+
+        def deliver(event, name=one.request_id):
+            if event.finish_reason:
+                order.put(name)
+                if name == "r0":
+                    done.set()
+
+        batcher.submit(one, deliver)
+    assert done.wait(60)
+    assert [order.get_nowait() for _ in range(3)] == ["r1", "r2", "r0"]
+
+
+def test_columns_that_belong_to_nobody_are_given_back(make, model):
+    """A long prompt that has ended must not weigh on those that follow it for ever."""
+    from quanteval.engines.padded import _Batch, _Row
+
+    batch = _Batch(model)
+    first, _ = batch.begin([_Row("a", request(1)), _Row("b", request(3))])
+    batch.join(first)
+    assert batch.mask.shape == (2, 40)
+    batch.keep([False, True])
+    assert batch.mask.shape == (1, 1)
+    assert {layer.keys.shape[2] for layer in batch.cache.layers} == {1}
+    more, _ = batch.begin([_Row("c", request(2))])
+    batch.join(more)
+    assert batch.mask.tolist() == [[0] * 6 + [1], [1] * 7]
+    assert {layer.keys.shape[2] for layer in batch.cache.layers} == {7}
+    assert batch.positions.tolist() == [[0], [6]]
+
+
+def test_cancelled_requests_make_room_and_hear_nothing_more(make):
+    batcher = make(1)
+    heard = queue.Queue()
+    first = batcher.submit(request(0, 10_000 - 3), heard.put)
+    heard.get(timeout=60)
+    batcher.cancel(first)
+    tokens, _ = run(batcher, [request(1, 5)])
+    assert len(tokens["r1"]) == 5
+    while not heard.empty():
+        assert heard.get_nowait().finish_reason is None
+
+
+def test_while_paused_nothing_is_computed(make, model):
+    batcher = make(2)
+    heard = queue.Queue()
+    batcher.submit(request(0, 200), heard.put)
+    heard.get(timeout=60)
+    with batcher.paused(), batcher.paused():
+        before = heard.qsize()
+        list(model(torch.tensor([PROMPTS[0]])).logits)
+        assert heard.qsize() == before
+        assert not batcher._computing
+    while (event := heard.get(timeout=60)).finish_reason is None:
+        pass
+    assert event.finish_reason == "length"
+
+
+def test_a_failing_forward_ends_its_rows_and_not_the_batcher(make, model):
+    class Failing:
+        device, config = model.device, model.config
+        broken = True
+
+        def forward(self, cache=None, **inputs): ...
+
+        def __call__(self, **inputs):
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return model(**inputs)
+
+    failing = Failing()
+    batcher = make(2, failing)
+    _, ends = run(batcher, [request(0), request(1)])
+    assert set(ends.values()) == {("error", "RuntimeError: out of memory")}
+    failing.broken = False
+    tokens, ends = run(batcher, [request(2, 4)])
+    assert ends == {"r2": ("length", None)}
+    assert len(tokens["r2"]) == 4
+
+
+def test_after_closing_requests_are_answered_at_once(make):
+    batcher = make(1)
+    batcher.close()
+    _, ends = run(batcher, [request(0)])
+    assert ends == {"r0": ("error", "the session was closed")}
+
+
+def test_other_caches_are_not_refilled_while_rows_run(make):
+    """A sliding window's cache counts columns of its own, so its batch runs to its end."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=16, initializer_range=0.2,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    wanted = [request(i, length=4 + 5 * (i % 2)) for i in range(5)]
+    tokens, _ = run(make(2, model), wanted)
+    assert tokens == {
+        r.request_id: greedy(model, r.prompt.token_ids, r.sampling.max_tokens) for r in wanted
+    }
