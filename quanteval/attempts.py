@@ -21,7 +21,7 @@ from quanteval.models.cache import cache_dir
 from quanteval.records import SampleStatus
 from quanteval.store import RunDirectory, file_lock, fingerprint, load_evidence, write_atomic
 
-SHARES = ("code", "generate", "multiple_choice")
+SHARES = ("code", "cloze", "generate", "multiple_choice", "needle")
 _WORST: tuple[SampleStatus, ...] = ("error", "timeout", "truncated", "ok")
 
 

@@ -204,7 +204,7 @@ def test_waivers_devices_and_early_stops_are_heeded():
 # --------------------------------------------------------------------------- stored runs
 
 
-ARGUMENTS = ["engine=fake", "scheme=[fp32,bf16]", "task=[pyeasy]", "bench=none"]
+ARGUMENTS = ["engine=fake", "scheme=[fp32,bf16]", "task=[pyeasy]", "bench=none", "task.pyeasy.limit=80"]
 
 
 def store(root, name, changes, *, limit=80, **config):
@@ -224,7 +224,7 @@ def store(root, name, changes, *, limit=80, **config):
         folder = run.variant(variant)
         write_atomic(folder.scores("pyeasy"), "\n".join(lines) + "\n")
         record = TaskRecord(
-            task="pyeasy", kind="code", suite_version="1", fingerprint="f",
+            task="pyeasy", kind="code", suite_version=task.version, fingerprint="f",
             inputs=task.fingerprint(samples), status="complete", samples_expected=len(samples),
             journal_sha256=file_sha256(folder.scores("pyeasy")),
         )  # fmt: skip
@@ -304,7 +304,7 @@ def test_the_text_has_units_fits_the_terminal_and_agrees_with_the_json(tmp_path)
     arguments = ["gate=strict", "task=[pyeasy,pydoc]", f"output_root={tmp_path}"]
     text = plan_text(arguments, flips=0.08)
     assert all(len(line) <= WIDTH for line in text.splitlines())
-    assert "pyeasy: 80 problems, baseline's score not known, 8.0 % flips (given)" in text
+    assert "pyeasy: 164 problems, baseline's score not known, 8.0 % flips (given)" in text
     assert "  smallest margin certified" in text
     assert " points\n" in text
     assert "perplexity: pydoc (60 documents), margin ratio 1.01" in text

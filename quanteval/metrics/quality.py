@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quanteval.errors import EvidenceError
 from quanteval.evidence import ScoreSet
-from quanteval.stats import clustered_ratio, wilson_interval
+from quanteval.stats import clustered_ratio, pass_at_k, wilson_interval
 
 CONFIDENCE = 0.95
 SUMMED = ("perplexity", "divergence")
@@ -28,9 +28,9 @@ class Metric:
     upper: float | None
     n: int
     units: str
-    """What n counts: problems, documents, tokens."""
+    """What n counts: problems, samples, documents, windows, tokens."""
     unit: str
-    """Unit of the value: 'share', 'nats/token', 'bits/byte', or '' for a perplexity."""
+    """Unit of the value: 'share', 'nats', 'nats/token', 'bits/byte', 'tokens', or '' for a perplexity."""
     higher_is_better: bool
     confidence: float = CONFIDENCE
 
@@ -58,24 +58,107 @@ def metrics_of(scores: ScoreSet) -> list[Metric]:
     """Return a task's metrics, the main one first; EvidenceError when they cannot be computed."""
     require_usable(scores)
     makers: dict[str, Callable[[ScoreSet], list[Metric]]] = {
-        "code": _pass_rate,
+        "code": _pass_rates,
         "perplexity": _perplexity,
         "divergence": _divergence,
+        "multiple_choice": _choices,
+        "cloze": _cloze,
+        "generate": _accuracy,
+        "needle": _needle,
     }
     return makers.get(scores.record.kind, _mean)(scores)
 
 
-def _pass_rate(scores: ScoreSet) -> list[Metric]:
-    """Wilson's interval for 0/1 scores; the clustered one for shares of passed samples a problem."""
+def _shares(name: str, values: NDArray[np.float64], units: str) -> Metric:
+    """Return the mean of values in [0, 1]: Wilson's interval for 0/1 values, else the clustered one."""
+    n = len(values)
+    if np.isin(values, (0.0, 1.0)).all():
+        interval = wilson_interval(int(values.sum()), n, CONFIDENCE)
+        return Metric(
+            name, float(values.mean()), interval.lower, interval.upper, n, units, "share", True
+        )
+    mean, low, high = _ratio(values, np.ones_like(values))
+    lower, upper = max(low or 0.0, 0.0), 1.0 if high is None else min(high, 1.0)
+    return Metric(name, mean, lower, upper, n, units, "share", True)
+
+
+def _counted(scores: ScoreSet) -> NDArray[np.float64]:
+    """Return the values, 0 for a sample that errored."""
     errored = np.array([status == "error" for status in scores.status], dtype=bool)
-    value, n = np.where(errored, 0.0, scores.value), len(scores.sample_ids)
-    if np.isin(value, (0.0, 1.0)).all():
-        interval = wilson_interval(int(value.sum()), n, CONFIDENCE)
-        rate, lower, upper = float(value.mean()), interval.lower, interval.upper
-    else:
-        rate, low, high = _ratio(value, np.ones_like(value))
-        lower, upper = max(low or 0.0, 0.0), 1.0 if high is None else min(high, 1.0)
-    return [Metric("pass@1", rate, lower, upper, n, "problems", "share", True)]
+    return np.where(errored, 0.0, scores.value)
+
+
+def _finite(scores: ScoreSet, name: str) -> NDArray[np.float64]:
+    """Return a figure of the samples that have one."""
+    values = scores.numbers.get(name, np.empty(0))
+    return values[np.isfinite(values)]
+
+
+def _pass_rates(scores: ScoreSet) -> list[Metric]:
+    """pass@1, and pass@k for 10, 100 and the number of samples a problem where there are several."""
+    values = _counted(scores)
+    if not scores.problem_ids:
+        return [_shares("pass@1", values, "problems")]
+    problems = np.array(
+        [p or i for p, i in zip(scores.problem_ids, scores.sample_ids, strict=True)]
+    )
+    _, of = np.unique(problems, return_inverse=True)
+    passed, tried = np.bincount(of, weights=values), np.bincount(of)
+    # A problem of which samples are missing can only say something about fewer draws.
+    most = int(tried.min())
+    out = [_shares("pass@1", passed / tried, "problems")]
+    for k in sorted({10, 100, most}):
+        if 1 < k <= most:
+            pairs = zip(tried, passed, strict=True)
+            estimates = np.array([pass_at_k(int(n), round(float(c)), k) for n, c in pairs])
+            out.append(_shares(f"pass@{k}", estimates, "problems"))
+    return out
+
+
+def _accuracy(scores: ScoreSet) -> list[Metric]:
+    return [_shares("accuracy", _counted(scores), "samples")]
+
+
+def _choices(scores: ScoreSet) -> list[Metric]:
+    """Accuracy as scored, each way to compare likelihoods, and how many answers rounding could turn."""
+    out = _accuracy(scores)
+    for name in ("acc", "acc_norm", "acc_norm_bytes", "acc_norm_tokens"):
+        if (values := scores.numbers.get(name)) is not None:
+            # A sample that errored has none of these, and is wrong by all of them.
+            out.append(_shares(name, np.nan_to_num(values), "samples"))
+    if (ties := scores.numbers.get("near_tie")) is not None:
+        found = _shares("near-ties", np.nan_to_num(ties), "samples")
+        out.append(replace(found, higher_is_better=False))
+    noise = _finite(scores, "batch_noise")
+    if len(noise):
+        value = float(noise.max())
+        out.append(Metric("batch noise", value, None, None, len(noise), "samples", "nats", False))
+    return out
+
+
+def _cloze(scores: ScoreSet) -> list[Metric]:
+    """Accuracy, and exp of the mean negative log-likelihood of a whole target (not of a token)."""
+    out = _accuracy(scores)
+    logprobs = _finite(scores, "logprob")
+    if len(logprobs):
+        n = len(logprobs)
+        out.append(
+            _exponential("target perplexity", -logprobs, np.ones_like(logprobs), n, "samples")
+        )
+    return out
+
+
+def _needle(scores: ScoreSet) -> list[Metric]:
+    out = _accuracy(scores)
+    logprobs = _finite(scores, "value_logprob")
+    if len(logprobs):
+        value, lower, upper = _ratio(logprobs, np.ones_like(logprobs))
+        out.append(
+            Metric(
+                "value log-likelihood", value, lower, upper, len(logprobs), "samples", "nats", True
+            )
+        )
+    return out
 
 
 def _mean(scores: ScoreSet) -> list[Metric]:
@@ -98,7 +181,7 @@ def _perplexity(scores: ScoreSet) -> list[Metric]:
     """exp(NLL/tokens), exp(NLL/words), exp(NLL/bytes) and NLL/bytes/ln 2, clustered by document."""
     n = len(scores.sample_ids)
     words, octets = scores.numbers.get("words"), scores.numbers.get("bytes")
-    out = [_exponential("token perplexity", scores.value, scores.weight, n)]
+    out = [_token_perplexity(scores)]
     if words is not None:
         out.append(_exponential("word perplexity", scores.value, words, n))
     if octets is not None:
@@ -108,12 +191,24 @@ def _perplexity(scores: ScoreSet) -> list[Metric]:
     return out
 
 
+def _token_perplexity(scores: ScoreSet) -> Metric:
+    """exp(NLL/tokens), clustered by document; a single document's interval is that of its windows."""
+    sums, tokens = scores.series.get("window_nll"), scores.series.get("window_tokens")
+    if len(scores.sample_ids) == 1 and sums and tokens and len(sums[0]) > 1:
+        return _exponential("token perplexity", sums[0], tokens[0], len(sums[0]), "windows")
+    return _exponential("token perplexity", scores.value, scores.weight, len(scores.sample_ids))
+
+
 def _exponential(
-    name: str, totals: NDArray[np.float64], weights: NDArray[np.float64], n: int
+    name: str,
+    totals: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    n: int,
+    units: str = "documents",
 ) -> Metric:
     value, lower, upper = _ratio(totals, weights)
     bounds = [None if x is None else _exp(x) for x in (lower, upper)]
-    return Metric(name, _exp(value), bounds[0], bounds[1], n, "documents", "", False)
+    return Metric(name, _exp(value), bounds[0], bounds[1], n, units, "", False)
 
 
 def _exp(value: float) -> float:
@@ -134,6 +229,13 @@ def _divergence(scores: ScoreSet) -> list[Metric]:
         bounds = [None if x is None else min(max(x, 0.0), 1.0) for x in (lower, upper)]
         out.append(
             Metric("top-1 agreement", value, bounds[0], bounds[1], n, "documents", "share", True)
+        )
+    same, first = _finite(scores, "greedy_same"), _finite(scores, "first_divergence")
+    if len(same):
+        out.append(_shares("greedy agreement", same, "documents"))
+        value, lower, upper = _ratio(first, np.ones_like(first))
+        out.append(
+            Metric("first divergence", value, lower, upper, len(first), "documents", "tokens", True)
         )
     parts = scores.series.get("kl")
     if parts:

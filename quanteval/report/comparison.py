@@ -7,7 +7,7 @@ import numpy as np
 from quanteval.comparability import incomparable
 from quanteval.errors import ConfigError, EvidenceError
 from quanteval.evidence import ScoreSet, VariantEvidence
-from quanteval.metrics.quality import Metric, metrics_of
+from quanteval.metrics.quality import SUMMED, Metric, metrics_of
 from quanteval.records import Score
 from quanteval.report.render import cell_text
 from quanteval.report.table import Cell, paired_difference
@@ -43,7 +43,7 @@ def _task_lines(name: str, a: ScoreSet, b: ScoreSet) -> list[str]:
     lines = [f"{name}: {_change(x, after[x.name])}" for x in before if x.name in after]
     if difference := paired_difference(a, b):
         lines.append(f"  paired difference of {before[0].name}: {difference}")
-    if a.record.kind == "code":
+    if a.record.kind not in SUMMED:
         lines += _flips(a, b)
     return lines
 

@@ -231,10 +231,15 @@ _SHOWN: dict[str, tuple[tuple[str, str], ...]] = {
     "code": (("pass@1", "share"),),
     "perplexity": (("token perplexity", "number"),),
     "divergence": (("mean KL", "number"), ("top-1 agreement", "share")),
+    "multiple_choice": (("accuracy", "share"),),
+    "cloze": (("accuracy", "share"),),
+    "generate": (("accuracy", "share"),),
+    "needle": (("accuracy", "share"),),
 }
+_PAIRED = "in brackets the paired difference to the baseline with its score (Tango) interval, samples lost/gained"
 _MEANING = {
-    "pass@1": "share of problems whose one greedy answer passes all tests, Wilson interval; in brackets the paired "
-    "difference to the baseline with its score (Tango) interval, samples lost/gained",
+    "pass@1": f"share of problems whose answer passes all tests, Wilson interval for one answer each; {_PAIRED}",
+    "accuracy": f"share of samples answered right, Wilson interval; {_PAIRED}",
     "token perplexity": "exp(summed negative log-likelihood / tokens), clustered by document; in brackets "
     "the ratio to the baseline, paired by document",
     "mean KL": "KL(baseline || variant) in nats per token over the full vocabulary, clustered by document",
@@ -280,7 +285,12 @@ def paired_difference(base: ScoreSet, scores: ScoreSet) -> str:
         with np.errstate(over="ignore"):
             low, mid, high = (np.exp(v) for v in (found.lower, found.estimate, found.upper))
         return f"x{mid:.3f} [{low:.3f}, {high:.3f}]"
-    if (np.abs(x - y) > 1).any():
+    if base.problem_ids:
+        # Samples of one problem are no independent evidence: a problem counts once, with their mean.
+        names = [base.problem_ids[a] or base.sample_ids[a] for a, _ in rows]
+        _, of = np.unique(names, return_inverse=True)
+        x, y = (np.bincount(of, weights=v) / np.bincount(of) for v in (x, y))
+    if len(x) < 2 or (np.abs(x - y) > 1).any():
         return ""
     interval = score_interval(x - y, 0.95)
     # Adding 0.0 turns a negative zero into a plain one.

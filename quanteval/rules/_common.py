@@ -16,8 +16,8 @@ from quanteval.records import Finding, Outcome
 from quanteval.targets import near
 
 FloatArray = NDArray[np.float64]
-KINDS = ("code", "perplexity", "divergence", "multiple_choice", "generate", "needle")
-"""Kinds of tasks that ship or are planned; others come from outside and are known once they were run."""
+KINDS = ("code", "perplexity", "divergence", "multiple_choice", "cloze", "generate", "needle")
+"""Kinds of tasks that ship; others come from outside and are known once they were run."""
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,24 @@ class NonInferiority:
     denominator: one that errored counts against the candidate, as right on the baseline's side and as
     wrong on the candidate's, and so does one that is missing on a side where the policy allows some.
     Timed-out and truncated samples keep their value.
+
+    An advisory rule with `veto` counts where it finds against a candidate: a loss shown to be beyond
+    the margin, or unusable evidence. That is for tasks too small to certify anything.
     """
 
     margin: MarginField
     task: str | None = None
     kind: str | None = None
     required: bool = True
+    veto: bool = False
     alpha: float | None = None
     method: Literal["auto", "exact", "score", "point"] = "auto"
 
     def __post_init__(self) -> None:
         check_selection(self.task, self.kind)
         check_alpha(self.alpha)
+        if self.veto and self.required:
+            raise ValueError('veto "True" is for rules with required: false')
         if self.method == "exact" and self.margin.relative is not None:
             raise ValueError('method "exact" needs an absolute margin; use "auto"')
 
@@ -91,7 +97,11 @@ class NonInferiority:
         context: RuleContext,
     ) -> list[Finding]:
         """Return a finding for each task concerned."""
-        return check_each_task(self, self._check_task, name, baseline, candidate, context)
+        found = check_each_task(self, self._check_task, name, baseline, candidate, context)
+        if not self.veto:
+            return found
+        against = ("reject", "invalid")
+        return [f.model_copy(update={"required": f.outcome in against}) for f in found]
 
     def forecast(
         self, name: str, suites: Mapping[str, SuiteFacts], context: RuleContext

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -127,3 +128,87 @@ def test_one_document_has_no_interval():
 def test_unusable_evidence_is_an_error_that_names_it(values, says):
     with pytest.raises(EvidenceError, match=says):
         metrics_of(make.scores(values=values))
+
+
+def of_kind(kind, values, **more):
+    return make.scores(values=values, kind=kind, weight=np.ones(len(values)), **more)
+
+
+def test_pass_at_k_is_estimated_from_all_samples_of_a_problem():
+    # Three problems with 4 samples each, of which 4, 1 and 0 pass.
+    values = [1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    problems = tuple(f"p{i // 4}" for i in range(12))
+    found = by_name(dataclasses.replace(make.scores(values=values), problem_ids=problems))
+    assert list(found) == ["pass@1", "pass@4"]
+    assert found["pass@1"].value == pytest.approx(5 / 12)
+    assert found["pass@4"].value == pytest.approx(2 / 3)
+    assert {metric.n for metric in found.values()} == {3}
+    ten = tuple(f"p{i // 20}" for i in range(60))
+    values = [1] * 20 + [1] * 5 + [0] * 15 + [0] * 20
+    found = by_name(dataclasses.replace(make.scores(values=values), problem_ids=ten))
+    assert list(found) == ["pass@1", "pass@10", "pass@20"]
+    expected = (1 + 1 - math.comb(15, 10) / math.comb(20, 10)) / 3
+    assert found["pass@10"].value == pytest.approx(expected)
+
+
+def test_multiple_choice_shows_each_way_to_compare_and_what_rounding_could_turn():
+    numbers = {
+        "acc": np.array([1.0, 0, 1, np.nan]), "acc_norm": np.array([1.0, 1, 1, np.nan]),
+        "near_tie": np.array([0.0, 1, 0, np.nan]), "batch_noise": np.array([1e-5, 1e-5, 1e-5, np.nan]),
+    }  # fmt: skip
+    scores = of_kind("multiple_choice", [1, 1, 1, 0], numbers=numbers)
+    scores = dataclasses.replace(scores, status=("ok", "ok", "ok", "error"))
+    found = by_name(scores)
+    assert list(found) == ["accuracy", "acc", "acc_norm", "near-ties", "batch noise"]
+    assert found["accuracy"].value == 0.75
+    assert (found["acc"].value, found["acc"].n) == (0.5, 4)
+    assert (found["near-ties"].value, found["near-ties"].higher_is_better) == (0.25, False)
+    assert (found["batch noise"].value, found["batch noise"].unit) == (1e-5, "nats")
+
+
+def test_an_errored_sample_is_wrong_whatever_its_value():
+    for kind in ("multiple_choice", "cloze", "generate", "needle", "code"):
+        scores = dataclasses.replace(of_kind(kind, [1, 1]), status=("ok", "error"))
+        assert metrics_of(scores)[0].value == 0.5, kind
+
+
+def test_cloze_perplexity_is_that_of_whole_targets():
+    numbers = {"logprob": np.array([-1.0, -3.0, np.nan]), "tokens": np.array([1.0, 2.0, np.nan])}
+    found = by_name(of_kind("cloze", [1, 0, 0], numbers=numbers))
+    assert found["accuracy"].value == pytest.approx(1 / 3)
+    assert found["target perplexity"].value == pytest.approx(math.exp(2))
+    assert found["target perplexity"].n == 2
+
+
+def test_needle_and_generated_answers():
+    found = by_name(of_kind("needle", [1, 0], numbers={"value_logprob": np.array([-1.0, -2.0])}))
+    assert found["value log-likelihood"].value == -1.5
+    (only,) = metrics_of(of_kind("generate", [0.25, 0.5, 1.0]))
+    assert (only.name, only.value) == ("accuracy", pytest.approx(1.75 / 3))
+    assert 0 <= only.lower < only.value < only.upper <= 1
+
+
+def test_greedy_continuations_of_the_divergence_kind():
+    scores = make.divergence([1.0, 3.0], [90, 100])
+    numbers = {
+        **scores.numbers, "greedy_same": np.array([1.0, 0.0]), "first_divergence": np.array([32.0, 5])
+    }  # fmt: skip
+    found = by_name(dataclasses.replace(scores, numbers=numbers))
+    assert found["greedy agreement"].value == 0.5
+    assert (found["first divergence"].value, found["first divergence"].unit) == (18.5, "tokens")
+
+
+def test_one_long_text_has_the_interval_of_its_windows():
+    sums, tokens = np.array([90.0, 110, 100]), np.full(3, 50.0)
+    scores = make.perplexity(np.array([300.0]))
+    assert by_name(scores)["token perplexity"].lower is None
+    scores = dataclasses.replace(
+        scores, weight=np.array([150.0]), series={"window_nll": (sums,), "window_tokens": (tokens,)}
+    )
+    metric = by_name(scores)["token perplexity"]
+    assert (metric.value, metric.n, metric.units) == (pytest.approx(math.exp(2)), 3, "windows")
+    low, high = ratio_interval(sums, tokens)
+    assert (metric.lower, metric.upper) == (
+        pytest.approx(math.exp(low)),
+        pytest.approx(math.exp(high)),
+    )

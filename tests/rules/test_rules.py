@@ -314,3 +314,60 @@ def test_scores_must_be_finite():
 def test_a_scheme_that_did_not_run_is_caught(artifact, outcome):
     candidate = make.variant("cand", artifact=artifact)
     assert one(EffectivePrecision(), make.variant("base"), candidate).outcome == outcome
+
+
+# --------------------------------------------------------------------------- vetoes
+
+
+def test_a_veto_counts_only_against_a_candidate():
+    rule = NonInferiority(margin=Margin(absolute=0.05), kind="code", required=False, veto=True)
+    outcomes = {}
+    for name, broken in (("same", 0), ("some", 9), ("many", 60)):
+        finding = one(rule, *pair_of(*flips(200, broken, 0)))
+        outcomes[name] = (finding.outcome, finding.required)
+    assert outcomes == {
+        "same": ("accept", False), "some": ("inconclusive", False), "many": ("reject", True),
+    }  # fmt: skip
+    base, cand = pair_of(*flips(200, 0, 0))
+    odd = dataclasses.replace(cand.scores["code"], prompt_sha256=("other",) * 200)
+    finding = one(rule, base, dataclasses.replace(cand, scores={"code": odd}))
+    assert (finding.outcome, finding.required) == ("invalid", True)
+    nothing = make.variant("base"), make.variant("cand")
+    assert one(rule, *nothing).outcome == "skipped"
+    with pytest.raises(ValueError, match="required: false"):
+        dataclasses.replace(rule, required=True)
+
+
+# --------------------------------------------------------------------------- perplexity of one long text
+
+
+def long_text(sums, name="base", windows=40):
+    parts = np.full(windows, sums / windows) + np.linspace(-1, 1, windows)
+    scores = make.perplexity(np.array([parts.sum()]))
+    series = {"window_nll": (parts,), "window_tokens": (np.full(windows, 50.0),)}
+    return make.variant(
+        name, dataclasses.replace(scores, series=series, weight=np.array([50.0 * windows]))
+    )
+
+
+def test_of_one_long_text_the_windows_decide():
+    rule = PerplexityRatio(max_ratio=1.05, kind="perplexity")
+    finding = one(rule, long_text(4000.0), long_text(4010.0, "cand"))
+    assert (finding.outcome, finding.n) == ("accept", 40)
+    assert finding.method == "clustered t over windows"
+    assert "(n=40 windows)" in finding.sentence
+    assert finding.estimate == pytest.approx(np.exp(10 / 2000))
+    worse = one(rule, long_text(4000.0), long_text(4400.0, "cand"))
+    assert worse.outcome == "reject"
+    few = one(rule, long_text(400.0, windows=4), long_text(400.0, "cand", windows=4))
+    assert (few.outcome, few.sentence) == (
+        "inconclusive", "prose: 4 windows decide nothing, at least 10 are needed",
+    )  # fmt: skip
+
+
+def test_windows_that_differ_are_no_units():
+    rule = PerplexityRatio(max_ratio=1.05, kind="perplexity")
+    base, cand = long_text(4000.0), long_text(4000.0, "cand", windows=20)
+    prose = dataclasses.replace(cand.scores["prose"], weight=base.scores["prose"].weight)
+    finding = one(rule, base, dataclasses.replace(cand, scores={"prose": prose}))
+    assert finding.sentence == "prose: 1 documents decide nothing, at least 10 are needed"
