@@ -61,13 +61,14 @@ from quanteval.store import (
     write_atomic,
     write_record,
 )
-from quanteval.targets import build
+from quanteval.targets import allow, build
 
 
 def main() -> int:
     """Do what the spec named on the command line asks for; return the exit code."""
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     folder = VariantDirectory(Path(spec["variant_dir"]))
+    allow(spec["prefixes"])
     _die_with_parent(spec["parent_pid"])
     terminal = _divert_output(folder.log)
     try:

@@ -31,7 +31,7 @@ from quanteval.judge import locate_variant
 from quanteval.policy import load_policy
 from quanteval.resources import presets, resource_dir, task_folders
 from quanteval.runplan import Component, ModelRequest, RunPlan, Runtime
-from quanteval.targets import DEFAULT_PREFIXES, build, near
+from quanteval.targets import DEFAULT_PREFIXES, allow, build, near
 
 CONFIG_NAME = "config"
 
@@ -173,6 +173,8 @@ def make_plan(cfg: DictConfig, collect: list[QuantevalError] | None = None) -> R
     plain.pop("experiment", None)
     prefixes = (*DEFAULT_PREFIXES, *config.trust.targets)
     attempt = _Attempts(collect)
+    # Suites look up loaders when their samples are read, long after they were built.
+    allow(prefixes)
 
     plain["scheme"] = attempt(lambda: _chosen(plain["scheme"], "scheme", presets("scheme"))) or {}
     plain["task"] = attempt(lambda: _chosen(plain["task"], "task", task_folders())) or {}

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -19,6 +20,12 @@ from pydantic import TypeAdapter, ValidationError
 from quanteval.errors import ConfigError
 
 DEFAULT_PREFIXES = ("quanteval.",)
+_allowed: ContextVar[tuple[str, ...]] = ContextVar("allowed", default=DEFAULT_PREFIXES)
+
+
+def allow(prefixes: Sequence[str]) -> None:
+    """Set which prefixes `locate` accepts from here on, for objects that look something up after they are built."""
+    _allowed.set(tuple(prefixes))
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -30,8 +37,12 @@ def near(word: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}" if known else "none is known"
 
 
-def locate(path: str, prefixes: Sequence[str] = DEFAULT_PREFIXES) -> Any:
-    """Import and return what a dotted path names. ConfigError when not allowed or not there."""
+def locate(path: str, prefixes: Sequence[str] | None = None) -> Any:
+    """Import and return what a dotted path names. ConfigError when not allowed or not there.
+
+    Without `prefixes` those given to `allow` count, quanteval's own to begin with.
+    """
+    prefixes = _allowed.get() if prefixes is None else prefixes
     if not isinstance(path, str) or "." not in path:
         raise ConfigError(
             f'target "{path}" is not a dotted path such as quanteval.schemes.none.Unquantized'

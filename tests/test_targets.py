@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from quanteval.errors import ConfigError
-from quanteval.targets import build, near
+from quanteval.targets import build, locate, near
 
 
 @dataclass(frozen=True)
@@ -119,3 +119,17 @@ def test_a_key_that_nothing_reads_is_refused_in_a_list_too():
         ConfigError, match=r'buckets\[1\]: unknown key "wait"; did you mean "weight"'
     ):
         build({"_target_": "quanteval.bench.plan.LoadBench", "buckets": buckets})
+
+
+def test_what_is_looked_up_later_follows_the_allowed_prefixes():
+    from quanteval.targets import allow
+
+    with pytest.raises(ConfigError, match="not allowed"):
+        locate("tests.tiny.make_tiny_model")
+    try:
+        allow(("quanteval.", "tests."))
+        assert locate("tests.tiny.make_tiny_model").__name__ == "make_tiny_model"
+        with pytest.raises(ConfigError, match="not allowed"):
+            locate("tests.tiny.make_tiny_model", ("quanteval.",))
+    finally:
+        allow(("quanteval.",))

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal
 
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -88,18 +89,17 @@ class FewShot:
         """Return the examples for one question. ConfigError when there are fewer than `count`."""
         if not self.count:
             return []
-        usable = [
+        group = row.get(self.group_field) if self.group_field else None
+        usable = (
             other
             for other in pool
-            if (
-                self.group_field is None or other.get(self.group_field) == row.get(self.group_field)
-            )
-            and dict(other) != dict(row)
-        ]
-        if len(usable) < self.count:
+            if (self.group_field is None or other.get(self.group_field) == group) and other != row
+        )
+        chosen = list(islice(usable, self.count) if self.select == "first" else usable)
+        if len(chosen) < self.count:
             raise ConfigError(
-                f'sample "{sample_id}": {len(usable)} examples to choose from, {self.count} are asked for'
+                f'sample "{sample_id}": {len(chosen)} examples to choose from, {self.count} are asked for'
             )
         if self.select == "first":
-            return usable[: self.count]
-        return random.Random(f"{self.seed} {sample_id}").sample(usable, self.count)
+            return chosen
+        return random.Random(f"{self.seed} {sample_id}").sample(chosen, self.count)
