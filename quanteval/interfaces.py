@@ -263,7 +263,10 @@ class Session(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Most tokens (prompt and output together) one request may hold."""
+        """Most tokens (prompt and output together) one request may hold.
+
+        A scored sequence may have one more: its last token is only ever predicted.
+        """
         ...
 
     @property

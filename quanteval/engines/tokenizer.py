@@ -71,7 +71,7 @@ class HFTokenizer:
         for found in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
             if found is not None:
                 return int(found)
-        raise ConfigError("this tokenizer has no begin and no end token: use bos=never")
+        raise ConfigError("this tokenizer has neither a begin nor an end token to put before a text")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -64,33 +64,42 @@ class Batchers:
         self._sampled: Batcher | None = None
 
     def _make_greedy(self) -> Batcher:
-        rows = self._limits.max_batch_rows
-        if self._limits.batching == "padded":
-            return PaddedBatcher(self._model, self._eos, rows=rows, why="as configured")
+        limits = self._limits
+        if limits.batching == "padded" or (limits.batching == "auto" and limits.device == "cpu"):
+            # Packed attention grows with the square of all rows together: on a CPU that costs more than padding.
+            why = "as configured" if limits.batching == "padded" else "quicker than paged on a CPU"
+            return self._padded(why)
         try:
             return ContinuousBatcher(
                 self._model,
                 self._eos,
-                rows=rows,
-                cache_tokens=self._limits.kv_cache_tokens,
-                page_tokens=self._limits.page_tokens,
-                step_tokens=self._limits.step_tokens,
+                rows=limits.max_batch_rows,
+                cache_tokens=limits.kv_cache_tokens,
+                page_tokens=limits.page_tokens,
+                step_tokens=limits.step_tokens,
             )
         except Exception as error:
-            if self._limits.batching == "continuous":
+            if limits.batching == "continuous":
                 raise UnsupportedError(
                     f"continuous batching does not take this model: {error}"
                 ) from error
-            why = f"continuous batching refused: {str(error).splitlines()[0]}"
-            return PaddedBatcher(self._model, self._eos, rows=rows, why=why)
+            return self._padded(f"continuous batching refused: {str(error).splitlines()[0]}")
+
+    def _padded(self, why: str) -> PaddedBatcher:
+        return PaddedBatcher(
+            self._model,
+            self._eos,
+            rows=self._limits.max_batch_rows,
+            cache_tokens=self._limits.kv_cache_tokens,
+            why=why,
+        )
 
     def for_request(self, request: Request) -> Batcher:
         """Return the batcher that takes this request."""
         if request.sampling.temperature <= 0 or isinstance(self.greedy, PaddedBatcher):
             return self.greedy
         if self._sampled is None:
-            rows = self._limits.max_batch_rows
-            self._sampled = PaddedBatcher(self._model, self._eos, rows=rows, why="sampled requests")
+            self._sampled = self._padded("sampled requests")
         return self._sampled
 
     @contextlib.contextmanager
@@ -315,9 +324,10 @@ class TransformersSession:
             raise EngineError(
                 f'"{request.request_id}": of {length} tokens those from {request.first_scored} cannot be scored'
             )
-        if length > self._max_context:
+        # The last token is only ever a target, so it needs no place.
+        if length > self._max_context + 1:
             raise EngineError(
-                f'"{request.request_id}" has {length} tokens, more than the {self._max_context} a sequence may hold'
+                f'"{request.request_id}" has {length} tokens, more than the {self._max_context + 1} that can be scored'
             )
 
     def _checked(self, requests: Iterable[ScoreRequest]) -> Iterator[ScoreRequest]:

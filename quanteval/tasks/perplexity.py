@@ -173,7 +173,7 @@ class PerplexityTask:
         return session.tokenizer.bos_token_id if self.bos == "tokenizer" else None
 
     def _windows(self, session: Session, length: int) -> list[Window]:
-        window = min(self.window, session.max_context)
+        window = min(self.window, session.max_context + 1)
         if self.mode == "harness":
             return harness_windows(length, window)
         if self.mode == "llama.cpp":

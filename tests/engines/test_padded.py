@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quanteval.engines.padded import PaddedBatcher
+from quanteval.engines.slots import Batch, Row
 from quanteval.interfaces import Prompt, Request, Sampling
 
 EOS = frozenset({1})
@@ -31,8 +32,8 @@ def model(tiny_folder):
 def make(model):
     made = []
 
-    def start(rows=3, on=model):
-        made.append(PaddedBatcher(on, EOS, rows=rows, why="test"))
+    def start(rows=3, on=model, cache_tokens=8192):
+        made.append(PaddedBatcher(on, EOS, rows=rows, cache_tokens=cache_tokens, why="test"))
         return made[-1]
 
     yield start
@@ -101,22 +102,89 @@ def test_a_freed_slot_is_filled_while_others_go_on(make):
     assert [order.get_nowait() for _ in range(3)] == ["r1", "r2", "r0"]
 
 
-def test_columns_that_belong_to_nobody_are_given_back(make, model):
-    """A long prompt that has ended must not weigh on those that follow it for ever."""
-    from quanteval.engines.padded import _Batch, _Row
-
-    batch = _Batch(model)
-    first, _ = batch.begin([_Row("a", request(1)), _Row("b", request(3))])
+def started(model, *prompts):
+    """Return a batch whose rows have written one token each."""
+    rows = [
+        Row(str(i), Request(str(i), Prompt("", p), Sampling(99))) for i, p in enumerate(prompts)
+    ]
+    batch = Batch(model)
+    first, logits = batch.begin(rows)
+    for row, scores in zip(rows, logits, strict=True):
+        row.written.append(int(scores.argmax()))
     batch.join(first)
-    assert batch.mask.shape == (2, 40)
-    batch.keep([False, True])
-    assert batch.mask.shape == (1, 1)
+    return batch, rows
+
+
+def test_columns_and_slots_that_belong_to_nobody_are_given_back(model):
+    """A long prompt that has ended must not weigh on those that follow it for ever."""
+    batch, (long, short) = started(model, tuple(range(5, 105)), PROMPTS[3])
+    assert batch.mask.shape == (2, 100)
+    batch.drop([long])
+    batch.tidy()
+    assert batch.mask.tolist() == [[1]]
     assert {layer.keys.shape[2] for layer in batch.cache.layers} == {1}
-    more, _ = batch.begin([_Row("c", request(2))])
+    more, (other,) = started(model, PROMPTS[2])
     batch.join(more)
     assert batch.mask.tolist() == [[0] * 6 + [1], [1] * 7]
-    assert {layer.keys.shape[2] for layer in batch.cache.layers} == {7}
+    assert batch.live == [short, other]
     assert batch.positions.tolist() == [[0], [6]]
+
+
+def test_a_freed_slot_is_taken_in_place(model):
+    batch, (first, second) = started(model, PROMPTS[4], PROMPTS[2])
+    before = [layer.keys.untyped_storage().data_ptr() for layer in batch.cache.layers]
+    batch.drop([first])
+    more, (third,) = started(model, PROMPTS[0])
+    batch.join(more)
+    assert batch.slots == [third, second]
+    assert [layer.keys.untyped_storage().data_ptr() for layer in batch.cache.layers] == before
+    for _ in range(5):
+        for row, scores in zip(batch.live, batch.advance(), strict=True):
+            row.written.append(int(scores.argmax()))
+    for row in (third, second):
+        assert row.written == greedy(model, row.request.prompt.token_ids, 6)
+    assert [layer.keys.untyped_storage().data_ptr() for layer in batch.cache.layers] == before
+
+
+def test_slots_without_a_row_never_become_nan(model):
+    batch, rows = started(model, *PROMPTS[:4])
+    batch.drop([rows[0], rows[2]])
+    for _ in range(3):
+        logits = batch.advance()
+        assert logits.shape[0] == 2
+        assert torch.isfinite(logits).all()
+        for row, scores in zip(batch.live, logits, strict=True):
+            row.written.append(int(scores.argmax()))
+    for layer in batch.cache.layers:
+        assert torch.isfinite(layer.values).all()
+
+
+def test_when_the_cache_is_full_the_latest_wait_and_go_on_where_they_were(make, model):
+    wanted = [request(i, length=60) for i in range(6)]
+    batcher = make(6, cache_tokens=220)
+    most = []
+    real = Batch.cache_use
+    tokens, ends = None, None
+    try:
+        Batch.cache_use = lambda self: most.append(real(self)[0]) or real(self)
+        tokens, ends = run(batcher, wanted)
+    finally:
+        Batch.cache_use = real
+    assert max(most) <= 220
+    assert set(ends.values()) == {("length", None)}
+    assert tokens == {
+        r.request_id: greedy(model, r.prompt.token_ids, r.sampling.max_tokens) for r in wanted
+    }
+
+
+def test_a_waiting_sampled_row_draws_on_as_if_nothing_had_happened(make):
+    wanted = [request(i, length=60, temperature=1.0) for i in range(5)]
+    assert run(make(5, cache_tokens=200), wanted)[0] == run(make(1), wanted)[0]
+
+
+def test_one_request_may_fill_the_cache_alone(make, model):
+    (tokens,) = run(make(3, cache_tokens=50), [request(1, length=9)])[0].values()
+    assert tokens == greedy(model, PROMPTS[1], 9)
 
 
 def test_cancelled_requests_make_room_and_hear_nothing_more(make):

@@ -174,7 +174,7 @@ def test_scores_do_not_depend_on_what_is_scored_beside_them(session):
     [
         ((1,), 1, "cannot be scored"),
         ((1, 2), 0, "cannot be scored"),
-        (tuple(range(5)) * 200, 1, "more than the 512"),
+        (tuple(range(5)) * 200, 1, "more than the 513"),
     ],
 )
 def test_what_cannot_be_scored_is_named(session, ids, first, says):
@@ -260,7 +260,7 @@ def test_readback_says_what_runs(
 ):
     with serve(tiny_source, scheme, tmp_path) as live:
         effective = live.describe()
-        assert live.batch_policy.startswith("continuous")
+        assert live.batch_policy.startswith("padded")
         done = list(live.generate(requests(live, Sampling(4, ignore_eos=True))))
         assert {c.finish_reason for c in done} == {"length"}
     blocks = [layer for layer in effective.linear_layers if layer.example != "lm_head"]

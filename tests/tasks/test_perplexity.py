@@ -104,7 +104,7 @@ def test_a_chunk_longer_than_the_context_is_refused_not_shortened(tiny_source, a
     context = TaskContext(tmp_path, tmp_path, True)
     with TransformersEngine(max_context=32).serve(served) as session:
         sample = Sample("a", {"text": "x" * 200})
-        with pytest.raises(EngineError, match="64 tokens, more than the 32"):
+        with pytest.raises(EngineError, match="64 tokens, more than the 33"):
             list(suite.evaluate(session, [sample], context))
 
 
