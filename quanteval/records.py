@@ -224,20 +224,24 @@ class Score(Part):
     problem_id: str = ""
     """What samples of one problem share, when a problem has several; empty for a problem of its own."""
     value: float
-    """code: 1 passed, 0 not. perplexity: summed negative log-likelihood in nats. divergence: summed KL in nats."""
+    """code, multiple_choice, cloze, generate, needle: share that is right, mostly 0 or 1. perplexity: summed negative
+    log-likelihood in nats. divergence: summed KL in nats."""
     weight: float
-    """code: 1. perplexity and divergence: number of scored tokens."""
+    """perplexity and divergence: number of scored tokens. Every other kind: 1."""
     status: SampleStatus
     finish_reason: FinishReason
     output_tokens: int
     output: str | None = None
     outcome: str = ""
-    """code: passed, wrong, timeout, memory, crashed, unparsable, empty, error."""
+    """code: passed, wrong, timeout, memory, crashed, unparsable, empty, error. Others: right, wrong, empty, no_answer,
+    error."""
     detail: str = ""
     numbers: dict[str, float] = Field(default_factory=dict)
-    """perplexity: words, bytes. divergence: top1_agree (count)."""
+    """perplexity: words, bytes. divergence: top1_agree, greedy_same, first_divergence. multiple_choice: acc, acc_norm,
+    acc_norm_bytes, acc_norm_tokens, margin, near_tie, batch_noise, gold_logprob, tokens. cloze: logprob, tokens.
+    needle: length, depth, prompt_tokens, value_logprob."""
     series: dict[str, list[float]] = Field(default_factory=dict)
-    """perplexity: logprobs. divergence: kl."""
+    """perplexity: window_nll, window_tokens, logprobs. divergence: kl. multiple_choice: loglikelihoods, tokens."""
     elapsed_s: float = 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import InstanceOf
@@ -20,7 +21,6 @@ from quanteval.interfaces import (
     TaskContext,
 )
 from quanteval.records import SampleStatus, Score
-from quanteval.store import fingerprint as digest
 from quanteval.tasks.answers import RIGHT_FROM, Answer, Judged, Match
 from quanteval.tasks.loading import (
     Row,
@@ -31,7 +31,13 @@ from quanteval.tasks.loading import (
     load_rows,
     make_samples,
 )
-from quanteval.tasks.prompting import FewShot, check_template, render
+from quanteval.tasks.prompting import (
+    FewShot,
+    check_template,
+    describe_shots,
+    load_examples,
+    render,
+)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class GenerateTask:
                 self.targets(sample.data)
             except ConfigError as error:
                 raise ConfigError(f'sample "{sample.sample_id}": {error}') from None
+        # Examples that are missing are told before anything is served.
+        for example in self._pool:
+            self._example_target(example)
         return samples
 
     def sampling(self) -> Sampling:
@@ -116,11 +125,13 @@ class GenerateTask:
             "answer": self._judge().fingerprint(),
         }
 
+    @cached_property
+    def _pool(self) -> list[Row]:
+        return load_examples(self.shots, self.source, self.folder)
+
     def _shots_fingerprint(self) -> dict[str, Any]:
-        pool = self.shots.load(self.folder)
         return {
-            **{name: value for name, value in asdict(self.shots).items() if name != "source"},
-            "data": digest({"rows": pool}),
+            **describe_shots(self.shots, self._pool),
             "target_separator": self.target_separator,
             "example_target": self.example_target,
         }
@@ -142,12 +153,12 @@ class GenerateTask:
     def _example_target(self, row: Mapping[str, Any]) -> str:
         return render(self.example_target, row) if self.example_target else self.targets(row)[0]
 
-    def render(self, session: Session, sample: Sample, pool: Sequence[Row] = ()) -> Prompt:
-        """Return the prompt of one question, with examples out of `pool` (`shots.load`)."""
+    def render(self, session: Session, sample: Sample) -> Prompt:
+        """Return the prompt of one question, after its examples."""
         row = sample.data
         shots = [
             (self._prompt(example), self._example_target(example))
-            for example in self.shots.choose(row, sample.sample_id, pool)
+            for example in self.shots.choose(row, sample.sample_id, self._pool)
         ]
         opening = render(self.shots.description, row)
         question = self._prompt(row)
@@ -175,12 +186,12 @@ class GenerateTask:
         self, session: Session, samples: Sequence[Sample], context: TaskContext
     ) -> Iterator[Score]:
         """Yield a score a question, as the answers come."""
-        judge, pool = self._judge(), self.shots.load(self.folder)
+        judge = self._judge()
         asked: dict[str, tuple[Sample, str]] = {}
 
         def requests() -> Iterator[Request]:
             for sample in samples:
-                prompt = self.render(session, sample, pool)
+                prompt = self.render(session, sample)
                 asked[sample.sample_id] = (sample, prompt.sha256)
                 yield Request(sample.sample_id, prompt, self.sampling())
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quanteval.errors import ConfigError
+from quanteval.store import fingerprint
 from quanteval.tasks.loading import Row, Source, load_rows
 
 
@@ -103,3 +105,33 @@ class FewShot:
         if self.select == "first":
             return chosen
         return random.Random(f"{self.seed} {sample_id}").sample(chosen, self.count)
+
+
+def load_examples(shots: FewShot, source: Source, folder: str) -> list[Row]:
+    """Load the rows that examples are chosen from.
+
+    Where examples and questions come from one loader, a local folder given as `path` of the questions holds
+    for the examples too, unless they have a path of their own. ConfigError when it is a file: that is the
+    questions' split.
+    """
+    other, path = shots.source, (source.arguments or {}).get("path")
+    if not (shots.count and other and path and other.loader == source.loader):
+        return shots.load(folder)
+    if (other.arguments or {}).get("path"):
+        return shots.load(folder)
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f'path "{path}" is no folder that could also hold the {shots.count} examples: give one, or '
+            "shots.source.arguments.path=FILE, or shots.count=0"
+        )
+    other = replace(other, arguments={**(other.arguments or {}), "path": path})
+    return replace(shots, source=other).load(folder)
+
+
+def describe_shots(shots: FewShot, pool: Sequence[Row]) -> dict[str, Any]:
+    """Return what prompts depend on in `shots`, as plain JSON: the examples' contents, not their place."""
+    fields = asdict(shots)
+    del fields["source"]
+    if not shots.count:
+        return {"count": 0, "description": shots.description}
+    return {**fields, "examples": fingerprint({"rows": [dict(row) for row in pool]})}

@@ -63,9 +63,8 @@ def evaluate(task, samples=None, **engine):
 
 
 def prompts(task, **engine):
-    pool = task.shots.load(task.folder)
     with FakeEngine(**engine).serve(ARTIFACT) as session:
-        return [task.render(session, sample, pool) for sample in task.samples()]
+        return [task.render(session, sample) for sample in task.samples()]
 
 
 # --------------------------------------------------------------------------- prompts
@@ -363,11 +362,10 @@ def test_what_matters_is_fingerprinted(make, change, matters):
 
 
 def test_the_examples_contents_are_fingerprinted(make, tmp_path):
-    task = make(shots=FewShot(1, Source(jsonl="examples.jsonl")))
-    samples = task.samples()
     found = []
     for capital in ("Bern", "Zurich"):
         row = {"country": "Switzerland", "capital": capital}
         (tmp_path / "examples.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-        found.append(task.fingerprint(samples))
+        task = make(shots=FewShot(1, Source(jsonl="examples.jsonl")))
+        found.append(task.fingerprint(task.samples()))
     assert found[0] != found[1]

@@ -252,9 +252,9 @@ def test_the_longest_window_is_the_whole_context(pair, monkeypatch):
 
     from quanteval.tasks.lm_eval_model import SessionLM
 
-    ours = SessionLM(pair.session, prefix_token_id=pair.prefix)
-    assert ours.max_length == pair.session.max_context == 512
-    monkeypatch.setattr(pair.hflm, "_max_length", 512)
+    assert SessionLM(pair.session).max_length == pair.session.max_context == 512
+    ours = SessionLM(pair.session, prefix_token_id=pair.prefix, max_length=511)
+    monkeypatch.setattr(pair.hflm, "_max_length", 511)
     asked = [Instance("loglikelihood_rolling", {}, ("some words " * 120,), 0)]
     expected, found = (model.loglikelihood_rolling(asked) for model in (pair.hflm, ours))
     assert found == pytest.approx(expected, rel=1e-6)
