@@ -239,7 +239,7 @@ class Score(Part):
     numbers: dict[str, float] = Field(default_factory=dict)
     """perplexity: words, bytes. divergence: top1_agree, greedy_same, first_divergence. multiple_choice: acc, acc_norm,
     acc_norm_bytes, acc_norm_tokens, margin, near_tie, batch_noise, gold_logprob, tokens. cloze: logprob, tokens.
-    needle: length, depth, prompt_tokens, value_logprob."""
+    needle: length, depth, prompt_tokens, value_logprob. code: check_cpu_s, limits_factor."""
     series: dict[str, list[float]] = Field(default_factory=dict)
     """perplexity: window_nll, window_tokens, logprobs. divergence: kl. multiple_choice: loglikelihoods, tokens."""
     elapsed_s: float = 0.0

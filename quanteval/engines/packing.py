@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
+MIN_FORWARD_TOKENS = 128
+"""Smaller forwards than this are not worth another worker."""
 MIN_TRUNK_TOKENS = 48
 """A shorter prefix is computed again in each forward: that is cheaper than attending to kept keys and values."""
 
@@ -173,12 +175,18 @@ _Level = tuple[Iterator[Node], int | None, int]
 """Subtrees still to be placed, the forward they continue, and its length with its own past."""
 
 
-def plan(root: Node, budget: int) -> list[Forward]:
+def plan(root: Node, budget: int, workers: int = 1) -> list[Forward]:
     """Return the forwards that compute a tree, each of at most `budget` tokens.
 
     Only a path that nothing branches off, or a kept prefix, may be longer: it is one forward by itself.
+    With several workers a small tree is cut so that each gets about the same.
     """
     _count(root)
+    rounds = -(-root.total // (budget * workers))
+    # A little more than an even share: subtrees are not cut, so no pack is quite full.
+    budget = min(
+        budget, max(MIN_FORWARD_TOKENS, -(-21 * root.total // (20 * workers * rounds or 1)))
+    )
     forwards: list[Forward] = []
     stack = [_below(root, None, 0)]
     groups: list[list[Node]] = [[]]

@@ -202,7 +202,7 @@ class Scorer:
         firsts = [request.first_scored for request in window]
         if not self.packs or any(len(ids) > self._longest_packed for ids in sequences):
             return plan_alone(sequences, firsts)
-        return plan(build_tree(sequences, firsts), self._batch_tokens)
+        return plan(build_tree(sequences, firsts), self._batch_tokens, self._workers)
 
     def _turns(
         self, forwards: Sequence[Forward], sequences: Sequence[NDArray[np.int64]]

@@ -71,7 +71,9 @@ class HFTokenizer:
         for found in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id):
             if found is not None:
                 return int(found)
-        raise ConfigError("this tokenizer has neither a begin nor an end token to put before a text")
+        raise ConfigError(
+            "this tokenizer has neither a begin nor an end token to put before a text"
+        )
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

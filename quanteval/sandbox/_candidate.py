@@ -11,7 +11,7 @@ import json
 import os
 import random
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from quanteval.sandbox import _codec, _isolate, _seccomp
@@ -19,33 +19,30 @@ from quanteval.sandbox import _codec, _isolate, _seccomp
 FAILURE_BYTES = 1 << 16
 
 
-def run(channel: socket.socket, referee: int, folder: str, layers: Collection[str]) -> NoReturn:
+def run(channel: socket.socket, referee: int, place: _isolate.Place) -> NoReturn:
     """Lock this process in, load the program that the channel brings, answer calls. Never returns."""
     _isolate.die_with_parent(referee)
+    os.chdir(place.folder)
+    privileges = _isolate.drop_privileges()
+    landlock = _isolate.restrict_files(place.ruleset)
     keep = channel.fileno()
-    null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
+        os.dup2(place.null, descriptor)
     os.closerange(3, keep)
     os.closerange(keep + 1, 1 << 16)
-    os.chdir(folder)
-    os.environ.clear()
-    job = _receive(channel)
-    limits = job["limits"]
-    _isolate.limit_resources(limits["cpu_s"], limits["memory_bytes"])
-    held = {
-        "privileges": _isolate.drop_privileges(),
-        "landlock": "landlock" in layers and _isolate.restrict_files(folder),
-        "seccomp": "seccomp" in layers and _seccomp.restrict_calls(),
-    }
-    if not held["seccomp"]:
+    _isolate.limit_resources(place.cpu_s, place.memory_bytes)
+    seccomp = _seccomp.restrict_calls(place.filter)
+    if not seccomp:
         _isolate.limit_processes()
+    held = {"privileges": privileges, "landlock": landlock, "seccomp": seccomp}
     _send(channel, {"held": [name for name, ok in held.items() if ok]})
-    # The code below belongs to the candidate: whatever it does to this process, what leaves it is data.
+    # From here on this process has everything behind it that it may do, and the code is the candidate's:
+    # whatever it does to this process, what leaves it is data.
     try:
+        job = _receive(channel)
         function = _load(channel, job)
         while True:
-            _answer(channel, function, _receive(channel), limits["output_bytes"])
+            _answer(channel, function, _receive(channel), job["output_bytes"])
     except BaseException as error:
         _send(channel, _failure(error))
     os._exit(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 from collections.abc import Sequence
 
@@ -66,7 +65,7 @@ def leave_file_system(readable: Sequence[str], hidden: Sequence[str]) -> bool:
         os.mkdir(_MOUNT_POINT + "/tmp", 0o700)  # noqa: PTH102
         os.chdir(_MOUNT_POINT)
         # With both names the same, the old root lies on top of the new one and is taken off.
-        _checked(LIBC.syscall(_PIVOT_ROOT.get(platform.machine(), -1), b".", b"."))
+        _checked(LIBC.syscall(_PIVOT_ROOT.get(os.uname().machine, -1), b".", b"."))
         _checked(LIBC.umount2(b".", _DETACH))
         os.chdir("/")
     except OSError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# Not `signal`, whose enumerations are memory that each process would have to copy.
+import _signal  # type: ignore[import-not-found]
 import builtins
 import contextlib
 import json
@@ -9,17 +11,15 @@ import os
 import random
 import resource
 import select
-import shutil
-import signal
 import socket
-import tempfile
 import time
 from collections.abc import Collection
 from typing import Any, NoReturn
 
 from quanteval.sandbox import _candidate, _codec, _isolate, _namespaces
 
-NO_JOB = 7
+# Exit statuses: nothing can be left of the candidate; something may be; there was no job.
+CLEAN, UNSURE, NO_JOB = 0, 5, 7
 WATCHDOG_GRACE_S = 1.0
 # How often, at most, a candidate near its limit is looked at.
 MINIMUM_PAUSE_S = 0.005
@@ -44,18 +44,19 @@ class Referee:
     `held` names what the processes of this sandbox are kept in already.
     """
 
-    def __init__(self, base: str, layers: Collection[str], held: Collection[str]) -> None:
+    def __init__(
+        self, place: _isolate.Place, layers: Collection[str], held: Collection[str]
+    ) -> None:
         self.held = set(held)
-        self.folder = tempfile.mkdtemp(prefix="job-", dir=base)
         self.channel, theirs = socket.socketpair()
         if "namespaces" in layers and _namespaces.number_processes_apart():
             self.held.add("processes")
         me = os.getpid()
-        self.child = os.fork()
+        self.child = _isolate.fork()
         if self.child == 0:
             try:
                 self.channel.close()
-                _candidate.run(theirs, me, self.folder, layers)
+                _candidate.run(theirs, me, place)
             finally:
                 os._exit(3)
         theirs.close()
@@ -77,8 +78,8 @@ class Referee:
         except _Over as over:
             status, detail = over.status, over.detail
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            _signal.setitimer(_signal.ITIMER_REAL, 0)
+            _signal.setitimer(_signal.ITIMER_PROF, 0)
         self.end()
         # It may have gone over the limit between two looks at its clock.
         if status in ("passed", "wrong") and self.cpu_s > self.limits["cpu_s"]:
@@ -92,12 +93,11 @@ class Referee:
         }
 
     def end(self) -> None:
-        """Kill the candidate and remove its folder."""
+        """Kill the candidate."""
         if self.child > 0:
-            os.kill(self.child, signal.SIGKILL)
+            os.kill(self.child, _signal.SIGKILL)
             self._wait()
         self.channel.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- the tests
 
@@ -136,8 +136,10 @@ class Referee:
                 break
         namespace[self.job["entry_point"]] = self._call
         exec(tests, namespace)
+        # Taken first: the function under test may be called check, too.
+        check = namespace["check"]
         namespace[self.job["entry_point"]] = self._call
-        return namespace["check"]
+        return check
 
     def _watch(self) -> None:
         """Have tests that do not end interrupted, also while they work on an answer."""
@@ -146,9 +148,9 @@ class Referee:
             status = "timeout" if self.calls else "error"
             raise self._over(status, f"the tests did not end within {self.limits['wall_s']:g} s")
 
-        signal.signal(signal.SIGALRM, interrupt)
+        _signal.signal(_signal.SIGALRM, interrupt)
         # Again and again: tests may catch everything.
-        signal.setitimer(signal.ITIMER_REAL, self.limits["wall_s"] + WATCHDOG_GRACE_S, 0.5)
+        _signal.setitimer(_signal.ITIMER_REAL, self.limits["wall_s"] + WATCHDOG_GRACE_S, 0.5)
 
     def _watch_from_outside(self) -> None:
         """Have the kernel end this process if the tests spend too long in one operation on an answer.
@@ -157,7 +159,7 @@ class Referee:
         """
         left_s = max(self.deadline - time.monotonic(), 0.0)
         # Its signal, SIGPROF, is what the zygote knows this end by.
-        signal.setitimer(signal.ITIMER_PROF, left_s + 2 * WATCHDOG_GRACE_S)
+        _signal.setitimer(_signal.ITIMER_PROF, left_s + 2 * WATCHDOG_GRACE_S)
 
     # ---- the function under test
 
@@ -166,7 +168,8 @@ class Referee:
         if self.loaded:
             return
         self.loaded = True
-        program = {key: self.job[key] for key in ("code", "entry_point", "limits")}
+        program = {key: self.job[key] for key in ("code", "entry_point")}
+        program["output_bytes"] = self.limits["output_bytes"]
         self._send(_codec.pack(program, 1 << 31))
         self.held |= set(self._receive()["held"])
         if self.job["strict"] and not contained(self.held):
@@ -292,7 +295,7 @@ class Referee:
         if not os.WIFSIGNALED(status):
             return self._over("crashed", f"ended its process with {os.WEXITSTATUS(status)}")
         number = os.WTERMSIG(status)
-        if number in (signal.SIGXCPU, signal.SIGKILL) and self.cpu_s > self.limits["cpu_s"]:
+        if number in (_signal.SIGXCPU, _signal.SIGKILL) and self.cpu_s > self.limits["cpu_s"]:
             return self._over("timeout", self._cpu_detail())
         return self._over("crashed", f"died of signal {number}")
 
@@ -335,13 +338,30 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def serve(zygote: int, out: int, base: str, layers: Collection[str], held: Collection[str]) -> int:
-    """Judge the job that standard input brings, write the result, return an exit status."""
+def leaves_nothing(held: Collection[str]) -> bool:
+    """Return whether these layers let a candidate start no process that outlives it, and write no file."""
+    names = set(held)
+    return bool(names & {"seccomp", "processes"} and names & {"seccomp", "landlock"})
+
+
+def serve(
+    zygote: int,
+    turn: int,
+    out: int,
+    place: _isolate.Place,
+    layers: Collection[str],
+    held: Collection[str],
+) -> int:
+    """Start a candidate; when it is this one's turn, judge the job that standard input brings.
+
+    Writes the result and returns an exit status.
+    """
     _isolate.die_with_parent(zygote)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    referee = Referee(base, layers, held)
+    _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, {_signal.SIGTERM})
+    referee = Referee(place, layers, held)
     line = bytearray()
+    os.read(turn, 1)
     while not line.endswith(b"\n"):
         part = os.read(0, 1 << 20)
         if not part:
@@ -353,4 +373,4 @@ def serve(zygote: int, out: int, base: str, layers: Collection[str], held: Colle
     result = referee.run(json.loads(line))
     result["detail"] = result["detail"][:400]
     os.write(out, json.dumps(result).encode())
-    return 0
+    return CLEAN if leaves_nothing(referee.held) else UNSURE

@@ -7,14 +7,12 @@ looked into.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import struct
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from quanteval.sandbox._isolate import LIBC, PR_SET_NO_NEW_PRIVS
+from quanteval.sandbox._isolate import PR_SET_NO_NEW_PRIVS, address_of, prctl
 
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
@@ -57,8 +55,7 @@ _ALLOWED: dict[str, tuple[int | None, int | None]] = {
 _MISSING = {"clone3": 435, "openat2": 437}
 
 
-@dataclass(frozen=True)
-class _If:
+class _If(NamedTuple):
     """A call that is allowed when an argument has one of the values, or a bit set or all bits unset."""
 
     numbers: tuple[int | None, int | None]
@@ -78,6 +75,10 @@ _FCNTL = (0, 1, 2, 3, 4, 1030)
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 
 
+# Stands for the process's own id until the filter is installed.
+_OWN_ID = 0x7FFFFFF1
+
+
 def _conditional() -> list[_If]:
     return [
         _If((2, None), 1, bits_unset=_WRITING),  # open
@@ -89,11 +90,11 @@ def _conditional() -> list[_If]:
         _If((72, 25), 1, values=_FCNTL),
         _If((16, 29), 1, values=_IOCTL),
         _If((302, 261), 0, values=(0,)),  # prlimit64, of this process
-        _If((234, 131), 0, values=(os.getpid(),)),  # tgkill, of this process
+        _If((234, 131), 0, values=(_OWN_ID,)),  # tgkill, of this process
     ]
 
 
-_LOAD, _EQUAL, _GREATER_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JUMP, _EQUAL, _GREATER_EQUAL, _ANY_BIT, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
 
@@ -103,24 +104,46 @@ def _op(code: int, k: int, jump_true: int = 0, jump_false: int = 0) -> bytes:
 
 
 def build_filter(machine: str) -> bytes:
-    """Return the BPF program for this processor ('x86_64' or 'aarch64')."""
+    """Return the BPF program for this processor ('x86_64' or 'aarch64'), for the process of id 0x7FFFFFF1.
+
+    The calls are searched by halves: the kernel runs through the program for each call there is when it
+    is installed, and for each call that is made.
+    """
     column = list(_AUDIT_ARCH).index(machine)
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1), _op(_RETURN, _KILL)]
-    program.append(_op(_LOAD, 0))
-    if machine == "x86_64":
-        # Calls of the x32 interface go by other numbers.
-        program += [_op(_GREATER_EQUAL, 0x40000000, 0, 1), _op(_RETURN, _ERRNO | _EPERM)]
-    for numbers in _ALLOWED.values():
-        if (number := numbers[column]) is not None:
-            program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ALLOW)]
+    program += [_op(_LOAD, 0), *_search(_spans(column))]
+    return b"".join(program)
+
+
+def _spans(column: int) -> list[tuple[int, list[bytes]]]:
+    """Return the first call's number of each span of numbers, ascending, and what is done with the span."""
+    refuse, allow = [_op(_RETURN, _ERRNO | _EPERM)], [_op(_RETURN, _ALLOW)]
+    actions: dict[int, list[bytes]] = {
+        number: [_op(_RETURN, _ERRNO | _ENOSYS)] for number in _MISSING.values()
+    }
+    actions |= {n[column]: allow for n in _ALLOWED.values() if n[column] is not None}  # type: ignore[misc]
     for condition in _conditional():
         if (number := condition.numbers[column]) is not None:
-            checks = _checks(condition)
-            program += [_op(_EQUAL, number, 0, len(checks)), *checks]
-    for number in _MISSING.values():
-        program += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | _ENOSYS)]
-    program.append(_op(_RETURN, _ERRNO | _EPERM))
-    return b"".join(program)
+            actions[number] = _checks(condition)
+    spans = [(0, refuse)]
+    for number, action in sorted(actions.items()):
+        spans += [(number, action), (number + 1, refuse)]
+    # What begins where another begins replaces it; what goes on as before begins no span. Calls of
+    # x86-64's x32 interface have numbers from 2**30 on and are refused as all above the last.
+    merged: list[tuple[int, list[bytes]]] = []
+    for start, action in dict(spans).items():
+        if not merged or merged[-1][1] != action:
+            merged.append((start, action))
+    return merged
+
+
+def _search(spans: list[tuple[int, list[bytes]]]) -> list[bytes]:
+    if len(spans) == 1:
+        return spans[0][1]
+    middle = len(spans) // 2
+    low, high = _search(spans[:middle]), _search(spans[middle:])
+    # A conditional jump reaches 255 instructions, an unconditional one any number.
+    return [_op(_GREATER_EQUAL, spans[middle][0], 0, 1), _op(_JUMP, len(low)), *low, *high]
 
 
 def _checks(condition: _If) -> list[bytes]:
@@ -138,13 +161,21 @@ def _checks(condition: _If) -> list[bytes]:
     return [_op(_LOAD, low_half), *tests, refuse]
 
 
-def restrict_calls() -> bool:
-    """Install the filter for good. False where seccomp or this processor's numbers are missing."""
-    machine = platform.machine()
+def prepare() -> bytes | None:
+    """Return the filter for this machine; None where seccomp or this processor's numbers are missing."""
+    machine = os.uname().machine
     if sys.platform != "linux" or machine not in _AUDIT_ARCH or struct.calcsize("P") != 8:
+        return None
+    return build_filter(machine)
+
+
+def restrict_calls(program: bytes | None) -> bool:
+    """Install a filter for good. False without one, or where seccomp is missing."""
+    if program is None:
         return False
-    program = build_filter(machine)
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    return bool(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) == 0)
+    program = program.replace(
+        _OWN_ID.to_bytes(4, sys.byteorder), os.getpid().to_bytes(4, sys.byteorder)
+    )
+    header = struct.pack("HxxxxxxP", len(program) // 8, address_of(program))
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    return bool(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0) == 0)

@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quanteval.errors import QuantevalError, UnsupportedError
+from quanteval.sandbox._load import Turnstile, slowness
 
 OutcomeStatus = Literal["passed", "wrong", "timeout", "memory", "crashed", "unparsable", "error"]
 LAYERS = ("namespaces", "landlock", "seccomp")
@@ -86,6 +87,8 @@ class Outcome:
 class Sandbox:
     """A context manager; `check` may be called from any threads, `workers` checks run at once.
 
+    Both time limits are stretched by `factor`, which `measure_factor` finds on entry, and a check that
+    timed out is repeated once while no other check runs. `nice` lowers the priority of all processes.
     `layers` is there to measure and test each measure apart. Raises UnsupportedError on entry when
     this system cannot isolate a candidate, unless `allow_weak`.
     """
@@ -97,10 +100,20 @@ class Sandbox:
         workers: int = 1,
         allow_weak: bool = False,
         layers: Collection[str] = LAYERS,
+        nice: int = 0,
+        measure_factor: Callable[[], float] = slowness,
+        retry_timeouts: bool = True,
     ) -> None:
         if workers < 1:
             raise ValueError(f'workers "{workers}" must be at least 1')
-        self._limits = limits or Limits()
+        if nice < 0:
+            raise ValueError(f'nice "{nice}" must be at least 0')
+        self.factor = 1.0
+        self._nice = nice
+        self._measure_factor = measure_factor
+        self._retry_timeouts = retry_timeouts
+        self._turnstile = Turnstile()
+        self._limits = self._stretched = limits or Limits()
         self._workers = workers
         self._allow_weak = allow_weak
         self._layers = tuple(layers)
@@ -118,7 +131,14 @@ class Sandbox:
                     f"{'; '.join(level.notes)}); run on Linux with seccomp, and Landlock or user namespaces"
                 )
         self._idle = queue.Queue()
-        self._all = [_Zygote(self._layers) for _ in range(self._workers)]
+        self.factor = self._measure_factor()
+        self._stretched = replace(
+            self._limits,
+            cpu_s=self._limits.cpu_s * self.factor,
+            wall_s=self._limits.wall_s * self.factor,
+        )
+        settings = {"layers": self._layers, "nice": self._nice, **asdict(self._stretched)}
+        self._all = [_Zygote(settings) for _ in range(self._workers)]
         for zygote in self._all:
             self._idle.put(zygote)
         return self
@@ -129,8 +149,12 @@ class Sandbox:
             zygote.close()
 
     def check(self, problem: Problem) -> Outcome:
-        """Run one candidate to its end."""
-        result = self.run(problem)
+        """Run one candidate to its end, and once more, alone, if that took it too long."""
+        with self._turnstile.together():
+            result = self.run(problem)
+        if result["status"] == "timeout" and self._retry_timeouts:
+            with self._turnstile.alone():
+                result = self.run(problem)
         return Outcome(
             problem.problem_id,
             result["status"],
@@ -148,13 +172,13 @@ class Sandbox:
             "entry_point": problem.entry_point,
             "test": problem.test,
             "context": problem.context,
-            "limits": asdict(self._limits),
+            "limits": asdict(self._stretched),
             "strict": not self._allow_weak,
         }
         idle = self._idle
         zygote = idle.get()
         try:
-            return zygote.run(job, self._limits.wall_s + ANSWER_GRACE_S)
+            return zygote.run(job, self._stretched.wall_s + ANSWER_GRACE_S)
         finally:
             idle.put(zygote)
 
@@ -175,8 +199,8 @@ class Sandbox:
 class _Zygote:
     """One forking process, started when it is needed and again when it had to be killed."""
 
-    def __init__(self, layers: Collection[str]) -> None:
-        self._layers = layers
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._changing = threading.Lock()
@@ -213,17 +237,17 @@ class _Zygote:
             if self._closed:
                 raise QuantevalError("the sandbox was closed while a check was waiting")
             if self._process is None:
-                self._process = _start(self._layers)
+                self._process = _start(self._settings)
             return self._process
 
 
-def _start(layers: Collection[str]) -> subprocess.Popen[bytes]:
+def _start(settings: dict[str, Any]) -> subprocess.Popen[bytes]:
     package = Path(__file__).resolve().parent
     # No site packages, no user's PYTHON* variables, and the same order of sets everywhere: -I would
     # ignore PYTHONHASHSEED.
     command = [sys.executable, "-P", "-s", "-S", "-B", str(package / "_zygote.py")]
     return subprocess.Popen(
-        [*command, str(package.parent.parent), ",".join(layers)],
+        [*command, str(package.parent.parent), json.dumps(settings)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

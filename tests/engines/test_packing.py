@@ -115,3 +115,14 @@ def test_a_thousand_nested_prefixes_do_not_exhaust_the_stack():
     sequences = [np.concatenate([ids[:i], [9999, 1]]) for i in range(1, 3000)]
     forwards = plan(build_tree(sequences, [len(s) - 1 for s in sequences]), 64)
     assert sum(len(list(f.spans())) for f in forwards) == len(sequences)
+
+
+def test_a_small_tree_is_cut_evenly_for_several_workers():
+    rng = np.random.default_rng(0)
+    texts = [np.concatenate([[k], rng.integers(100, 9000, 60)]) for k in range(20)]
+    sizes = [f.size for f in plan(build_tree(texts, [1] * 20), 512, workers=2)]
+    assert len(sizes) == 4
+    assert max(sizes) <= 1.3 * min(sizes)
+    assert len(plan(build_tree(texts, [1] * 20), 512)) == 3
+    (one,) = plan(build_tree(texts[:2], [1] * 2), 512, workers=4)
+    assert one.size == 120

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -43,18 +44,44 @@ def samples(name):
     return found
 
 
-def descendants():
-    """Return the processes below this one that run a sandbox, but for the zygotes themselves."""
+def zygotes(of=None):
+    """Return the zygotes that are children of a process."""
     found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            command = process.cmdline()
-            below_a_zygote = any("_zygote.py" in part for part in process.parent().cmdline())
-        except (psutil.NoSuchProcess, AttributeError):
-            continue
-        if below_a_zygote and command:
-            found.append(process)
+    for child in psutil.Process(of).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("_zygote.py" in part for part in child.cmdline()):
+                found.append(child)
     return found
+
+
+def families(sandbox=None):
+    """Return, for each zygote, its referees with the processes below them: those that wait for a job, too.
+
+    The zygotes of a sandbox, or all.
+    """
+    found = []
+    mine = None if sandbox is None else {z._process.pid for z in sandbox._all if z._process}
+    for zygote in zygotes():
+        if mine is not None and zygote.pid not in mine:
+            continue
+        referees = {}
+        for referee in zygote.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                referees[referee] = referee.children(recursive=True)
+        found.append(referees)
+    return found
+
+
+def left_over(before):
+    """Return what is left of processes that there were before, and what is more than there should be.
+
+    Between two jobs a zygote has at most two referees that wait, each with at most one process.
+    """
+    left = [process for process in before if process.is_running()]
+    for referees in families():
+        left += list(referees)[2:]
+        left += [process for below in referees.values() for process in below[1:]]
+    return left
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +103,7 @@ def isolated_here():
 
 @pytest.fixture(scope="module")
 def sandbox(temporary_folder):
-    with Sandbox(Limits(cpu_s=5, wall_s=30)) as opened:
+    with Sandbox(Limits(cpu_s=5, wall_s=30), measure_factor=lambda: 1.0) as opened:
         yield opened
 
 

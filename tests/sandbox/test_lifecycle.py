@@ -16,7 +16,7 @@ import pytest
 
 from quanteval.errors import QuantevalError, UnsupportedError
 from quanteval.sandbox import LAYERS, Limits, Sandbox, probe
-from tests.sandbox.conftest import problem
+from tests.sandbox.conftest import families, problem, zygotes
 
 GOOD = problem("def f(x):\n    return x * x")
 SLEEP = problem("import time\ndef f(x):\n    time.sleep(600)")
@@ -32,16 +32,20 @@ def until(condition, seconds=20.0):
     return condition()
 
 
-def zygotes(of=None):
-    """Return the zygotes that are children of a process."""
-    found = []
-    for child in psutil.Process(of).children():
-        try:
-            if any("_zygote.py" in part for part in child.cmdline()):
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+def sleeping():
+    """Return the referee that judges SLEEP and its candidate, once it sleeps."""
+    for referees in families():
+        for referee, below in referees.items():
+            # The candidate of one that waits, waits for its program.
+            if any(p.status() == psutil.STATUS_SLEEPING and asleep(p) for p in below):
+                return [referee, *below]
+    return []
+
+
+def asleep(process):
+    """Return whether a process is within time.sleep: its system call, where the kernel tells."""
+    wchan = Path(f"/proc/{process.pid}/wchan").read_text()
+    return "nanosleep" in wchan
 
 
 def gone(processes):
@@ -106,7 +110,7 @@ def test_a_check_in_another_thread_ends_when_the_sandbox_does():
     with Sandbox(Limits(wall_s=600)) as sandbox:
         thread = threading.Thread(target=lambda: results.append(sandbox.check(SLEEP)))
         thread.start()
-        assert until(lambda: zygotes() and len(zygotes()[0].children(recursive=True)) == 2)
+        assert until(sleeping)
         started = zygotes()[0].children(recursive=True)
     thread.join(20)
     assert [r.status for r in results] == ["error"]
@@ -120,7 +124,7 @@ def test_a_zygote_that_dies_costs_one_problem():
         family = []
 
         def kill():
-            assert until(lambda: len(zygotes()[0].children(recursive=True)) == 2)
+            assert until(sleeping)
             family.extend(zygotes()[0].children(recursive=True))
             zygotes()[0].kill()
 
@@ -128,7 +132,8 @@ def test_a_zygote_that_dies_costs_one_problem():
         killer.start()
         assert sandbox.check(SLEEP).status == "error"
         killer.join()
-        assert len(family) == 2
+        # The two that judge, and the two that wait for the next job.
+        assert len(family) == 4
         assert until(lambda: gone(family))
         assert sandbox.check(GOOD).status == "passed"
 
@@ -137,7 +142,7 @@ def test_a_referee_that_dies_costs_one_problem():
     with Sandbox(Limits(wall_s=600)) as sandbox:
 
         def kill():
-            assert until(lambda: zygotes() and len(zygotes()[0].children(recursive=True)) == 2)
+            assert until(sleeping)
             zygotes()[0].children()[0].kill()
 
         killer = threading.Thread(target=kill)

@@ -175,6 +175,7 @@ def exhaustively(text):
         for end in range(len(lines), start, -1):
             try:
                 body = ast.parse("\n".join(lines[start:end])).body
+                compile("\n".join(lines[start:end]), "<lines>", "exec")
             except (SyntaxError, ValueError):
                 continue
             if any(_defines(node, "f") for node in body) and end - start > best.count("\n"):
@@ -186,3 +187,67 @@ def exhaustively(text):
 @given(st.lists(st.sampled_from(JUNK), max_size=14))
 def test_the_longest_run_is_found_as_by_trying_all(lines):
     assert longest_valid("\n".join(lines), "f") == exhaustively("\n".join(lines))
+
+
+# --------------------------------------------------------------------------- odd answers
+
+BODY = "    c = a\n    return c + b"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f'```python\ndef f(a, b):\n    """Add.\n\n```\n>>> f(1, 2)\n```\n    """\n{BODY}\n```\nDone.',
+        f"````\n```\nnot this\n```\ndef f(a, b):\n{BODY}\n````",
+        f"```python title=x\ndef f(a, b):\n{BODY}\n```",
+        f"~~~\ndef f(a, b):\n{BODY}\n",
+        "```python\nclass Solution:\n    def f(self, a, b):\n        return a + b\n```",
+        "```python\nclass Solution:\n    @staticmethod\n    def f(a, b):\n        return a + b\n```",
+        f"```python\ndef f(a, b):\n    return 0\n\ndef f(a, b):\n{BODY}\n```",
+        f"```python\ndef f(a, b):\n{BODY}\nreturn f\n```",
+        f"def f(a, b):\r\n{BODY}\r\n".replace("\n    ", "\r\n    "),
+    ],
+    ids=["fence in a string", "fence in a fence", "info", "unclosed", "class", "static", "twice",
+         "return outside", "CRLF"],
+)  # fmt: skip
+def test_odd_answers_hold_the_function(answer):
+    found = extract_chat(answer, PROMPT, "f")
+    assert found.status == "ok", found
+    assert run(found, 2, 3) == 5
+
+
+def test_an_async_function_is_one_that_the_tests_then_find_wrong():
+    found = extract_chat("```\nasync def f(a, b):\n    return a + b\n```", PROMPT, "f")
+    assert found.status == "ok"
+    assert "async def f" in found.code
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["def f(a, a):\n    return a", "def f(a):\n    nonlocal b", "f = 0x" + "f" * 9000,
+     "def f(a):\n    return 0x" + "f" * 9000],
+    ids=["argument twice", "nonlocal", "huge", "huge inside"],
+)  # fmt: skip
+def test_what_parses_but_is_no_program_is_unparsable(answer):
+    assert extract_chat(f"```\n{answer}\n```", "", "f").status == "unparsable"
+    assert extract_raw(answer, "", "f").status == "unparsable"
+
+
+LINES = [*JUNK, "```", "```python", "~~~", "````", "class Solution:", "    def f(self, a):", "        return a",
+         "\r", "def f(a, a): pass", "return f", "from __future__ import annotations", "nonlocal f", '"""',
+         "f = 1; f", "\x00", "\ud800", "\x0c", "await f", "yield", "break", "x: f = 1"]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from(LINES) | st.text(max_size=12), max_size=12),
+    st.sampled_from([PROMPT, "", "(", "def f(a):"]),
+)
+def test_whatever_the_answer_what_is_returned_compiles_and_defines_the_name(lines, prompt):
+    answer = "\n".join(lines)
+    for found in (extract_chat(answer, prompt, "f"), extract_raw(answer, prompt, "f")):
+        assert found.status in ("ok", "empty", "unparsable")
+        assert (found.status == "ok") == bool(found.code)
+        if found.code:
+            compile(found.code, "<found>", "exec")
+            assert any(_defines(node, "f") for node in ast.parse(found.code).body)
