@@ -22,7 +22,7 @@ class TransformersEngine:
 
     device: Literal["cpu", "cuda"] = "cpu"
     batching: Literal["auto", "continuous", "padded"] = "auto"
-    max_batch_rows: int = 16
+    max_batch_rows: int = 32
     kv_cache_tokens: int = 8192
     page_tokens: int = 64
     step_tokens: int = 1024
