@@ -37,10 +37,13 @@ check: $(READY)
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Our serving path against the script one would write instead, in turns, as a ratio; gating a large run again;
-# and the gate's error rates on the full grid, through the shipped gate.
+# Each part against the tool one would use instead, in turns, as a ratio: serving, gating a large run again, scoring
+# (public data sets in the folder DATA), checking code; and the gate's error rates, through the shipped gate.
+DATA ?= $(QUANTEVAL_SHARED_DATA)
 bench: $(READY)
 	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python -m benchmarks.tasks $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/code_checker.py
 	$(BIN)/python benchmarks/regate.py
 	$(BIN)/python benchmarks/gate_grid.py
 	$(BIN)/python -m tests.gate.sequential

@@ -4,7 +4,7 @@ Both sides take turns in one process, each from the suite's rows to the suite's 
 item by item. Data sets are public ones in a local folder, laid out as the loaders take them; suites whose
 data is not there are named and left out.
 
-    python benchmarks/tasks.py --data FOLDER [--items 100] [--rounds 2] [--dtype float32] [--suites arc_easy,mmlu]
+    python -m benchmarks.tasks --data FOLDER [--items 100] [--rounds 2] [--dtype float32] [--suites arc_easy,mmlu]
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ GROUPS = {
     "schemes": "scheme",
     "engines": "engine",
     "tasks": "task",
+    "suites": "suite",
     "benches": "bench",
     "policies": "gate",
     "experiments": "experiment",

@@ -599,10 +599,13 @@ def test_local_copies_have_their_sizes(shared_data):
         "wikitext2_llamacpp": ("wikitext2_raw", 1),
         "gsm8k": ("gsm8k", 1319),
         "ifeval": ("ifeval", 540),
-        "mbpp": ("mbpp/mbpp.jsonl", 500),
+        "mbpp": ("mbpp/mbpp.jsonl", 499),
     }
     for name, (place, size) in sizes.items():
         node = load_task_node(task_folders()[name])
+        if name == "gsm8k":
+            # The copy has no examples to draw.
+            node["shots"]["count"] = 0
         node["source"]["arguments"] |= {"path": str(shared_data / place)}
         assert len(build(node, where=name).samples()) == size, name
     sanitized = str(shared_data / "mbpp" / "sanitized-mbpp.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from quanteval.errors import ConfigError
@@ -50,11 +50,13 @@ def mbpp(
     name: Literal["full", "sanitized"] = "full",
     split: str = "test",
     revision: str | None = None,
+    exclude: Sequence[int] = (),
 ) -> Iterator[Row]:
     """Yield MBPP's problems (Austin et al., 2021), all as first published (full) or those edited by hand (sanitized).
 
     `test_list` are assert statements; `test_setup_code` (full) or `test_imports` (sanitized) go before them.
-    `split` is prompt (task ids 1-10), test (11-510), validation (511-600), train (601-974) or all.
+    `split` is prompt (task ids 1-10), test (11-510), validation (511-600), train (601-974) or all; task ids
+    in `exclude` are left out.
     """
     if split != "all" and split not in MBPP_SPLITS:
         raise ConfigError(f'split "{split}" of MBPP must be all or one of {", ".join(MBPP_SPLITS)}')
@@ -64,7 +66,7 @@ def mbpp(
         rows = read_rows(path, hub, name, split, revision)
     for number, row in enumerate(rows):
         task_id = int(need(row, "task_id", number, "MBPP"))
-        if split != "all" and task_id not in MBPP_SPLITS[split]:
+        if task_id in exclude or (split != "all" and task_id not in MBPP_SPLITS[split]):
             continue
         yield {
             "id": f"mbpp/{task_id}",
