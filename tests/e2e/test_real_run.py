@@ -104,7 +104,7 @@ def run(installed, place, embedded_model) -> RunDirectory:
 
 
 def test_every_sample_of_every_task_was_scored_once(run):
-    expected = {"pyeasy": 4, "pydoc": 12, "divergence_pydoc": 4}
+    expected = {"pyeasy": 4, "pydoc": 12, "divergence_pydoc": 4, "arithmetic": 8}
     for variant in ("bf16", "int8_bnb"):
         for task, count in expected.items():
             scores = read_journal(run.variant(variant).scores(task), Score)
