@@ -76,3 +76,28 @@ def test_the_examples_of_extending_work(examples, tmp_path, tiny_folder):
         assert done.returncode == 0, done.stderr + done.stdout
     assert "served16 against fp32: ACCEPT" in done.stdout
     assert "answers: 0 answers are empty" in done.stdout
+
+
+def test_every_suite_has_its_row_in_tasks_md():
+    from quanteval.resources import task_folders
+
+    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    assert {name for name in task_folders() if f"`{name}`" not in rows} == set()
+
+
+def test_every_metric_is_explained_in_metrics_md():
+    source = (ROOT / "quanteval" / "metrics" / "quality.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'(?:Metric|_shares|_exponential)\(\s*"([^"]+)"', source))
+    assert {"pass@1", "batch noise", "greedy agreement", "token perplexity"} <= names
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert {name for name in names if name not in text} == set()
+
+
+def test_the_default_suite_is_what_a_run_takes():
+    from quanteval.config import compose
+
+    assert list(compose([]).task) == list(compose(["suite=default"]).task)
+    for name in ("smoke", "code", "full"):
+        assert compose([f"suite={name}"]).task
+    assert list(compose(["suite=code", "task=[pydoc]"]).task) == ["pydoc"]
