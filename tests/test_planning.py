@@ -204,7 +204,13 @@ def test_waivers_devices_and_early_stops_are_heeded():
 # --------------------------------------------------------------------------- stored runs
 
 
-ARGUMENTS = ["engine=fake", "scheme=[fp32,bf16]", "task=[pyeasy]", "bench=none", "task.pyeasy.limit=80"]
+ARGUMENTS = [
+    "engine=fake",
+    "scheme=[fp32,bf16]",
+    "task=[pyeasy]",
+    "bench=none",
+    "task.pyeasy.limit=80",
+]
 
 
 def store(root, name, changes, *, limit=80, **config):
