@@ -37,7 +37,7 @@ def opened(request, temporary_folder):
 
 @pytest.fixture(scope="module")
 def full(temporary_folder):
-    with opened_with(Limits(cpu_s=0.5, wall_s=1.5, memory_bytes=1 << 28)) as sandbox:
+    with opened_with(Limits(cpu_s=1.0, wall_s=3.0, memory_bytes=1 << 28)) as sandbox:
         yield sandbox
 
 

@@ -1,4 +1,4 @@
-"""Token perplexity of the embedded model against ten lines of transformers."""
+"""Token perplexity of the embedded model against a few lines of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 def script(path, dtype, texts):
-    """Return the token perplexity as one would compute it by hand."""
+    """Return the token perplexity as one would compute it by hand, the output head in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -27,8 +27,10 @@ def script(path, dtype, texts):
     for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
-            logprobs = model(ids).logits.float().log_softmax(-1)
-        nll -= logprobs[:, :-1].gather(-1, ids[:, 1:, None]).double().sum().item()
+            # The last token predicts nothing that is scored; in bfloat16 even its presence changes the rounding.
+            hidden = model.model(ids[:, :-1]).last_hidden_state.float()
+            logprobs = (hidden @ model.lm_head.weight.float().T).log_softmax(-1)
+        nll -= logprobs.gather(-1, ids[:, 1:, None]).double().sum().item()
         tokens += ids.shape[1] - 1
     return math.exp(nll / tokens)
 
@@ -39,14 +41,16 @@ def test_it_agrees_at_any_batch_size(dtype, embedded_model, tmp_path):
     samples = [Sample(str(i), {"text": text}) for i, text in enumerate(texts)]
     suite = PerplexityTask(name="t", version="1", source=Source(jsonl="x"))
     artifact = Unquantized(dtype).quantize(embedded_model, tmp_path, Calibration(), "cpu")
-    found = []
-    for rows in (1, 8):
-        with TransformersEngine(max_batch_rows=rows, kv_cache_tokens=2048).serve(
-            artifact
-        ) as session:
-            context = TaskContext(tmp_path, tmp_path, True)
+    context = TaskContext(tmp_path, tmp_path, True)
+
+    def measured(**engine):
+        with TransformersEngine(kv_cache_tokens=2048, **engine).serve(artifact) as session:
             scores = list(suite.evaluate(session, samples, context))
-        found.append(math.exp(sum(s.value for s in scores) / sum(s.weight for s in scores)))
+        return math.exp(sum(s.value for s in scores) / sum(s.weight for s in scores))
+
     expected = script(embedded_model.path, getattr(torch, dtype), texts)
-    assert found[0] == found[1]
-    assert found[0] == pytest.approx(expected, rel=1e-4)
+    packed = measured(max_batch_rows=1)
+    assert measured(max_batch_rows=8) == packed
+    # A document a forward is what the script computes; packed ones round differently, in bfloat16 visibly.
+    assert measured(score_batch_tokens=1) == pytest.approx(expected, rel=1e-4)
+    assert packed == pytest.approx(expected, rel=1e-4 if dtype == "float32" else 2e-3)
