@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from quanteval.records import (
     Artifact,
     Finding,
+    LoadPointRecord,
+    MachinePeaks,
     MemoryUse,
     RequestTrace,
     TaskRecord,
@@ -58,6 +60,9 @@ class VariantEvidence:
     memory: MemoryUse | None
     traces: Sequence[RequestTrace]
     scores: Mapping[str, ScoreSet]
+    load_points: Sequence[LoadPointRecord] = ()
+    peaks: MachinePeaks | None = None
+    """What the machine can do at best, where it was measured."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ alone, never against each other. Nothing here touches torch, files or the networ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
@@ -20,6 +20,7 @@ from quanteval.records import (
     Artifact,
     Effective,
     FinishReason,
+    LoadPointRecord,
     MemoryUse,
     Precision,
     RequestTrace,
@@ -209,6 +210,19 @@ class Chunk:
     at_s: float
     finish_reason: FinishReason | None = None
     error: str | None = None
+    tokens: int | None = None
+    """Number of tokens where a server tells it without their ids; None: that of `token_ids`."""
+    text: str = ""
+    """The piece of text, where the engine has it at hand (servers send text)."""
+    cached_prompt_tokens: int | None = None
+    """On the last chunk: prompt tokens taken from a prefix cache, where the engine tells."""
+    layers: Mapping[str, float] = field(default_factory=dict)
+    """On the last chunk: seconds by layer, see `RequestTrace.layers`."""
+
+    @property
+    def count(self) -> int:
+        """Number of output tokens in this chunk."""
+        return len(self.token_ids) if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -303,6 +317,42 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class StreamsAsync(Protocol):
+    """A session that streams on an event loop by itself; for others a thread a request does it."""
+
+    def astream(self, request: Request) -> AsyncIterator[Chunk]:
+        """As `Session.stream`; closing the iterator, or cancelling its task, cancels the request."""
+        ...
+
+
+@runtime_checkable
+class TellsMetrics(Protocol):
+    """A session whose server counts things itself."""
+
+    def server_metrics(self) -> dict[str, float]:
+        """Counters and gauges by name, as they stand now; {} when they cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The `k` most probable ids at each scored position [T, k] and their natural log-probabilities [T, k]."""
+
+    request_id: str
+    ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+
+@runtime_checkable
+class GivesTopLogprobs(Protocol):
+    """A session without hidden states that tells the head of each position's distribution."""
+
+    def top_logprobs(self, requests: Iterable[ScoreRequest], k: int) -> Iterator[TopLogprobs]:
+        """Yield the top `k` of each scored position, in the order asked."""
+        ...
+
+
 class Engine(Protocol):
     """What serves an artifact; a frozen dataclass that is its own config."""
 
@@ -330,8 +380,8 @@ class Bench(Protocol):
         """Everything, as plain JSON, that the traces depend on besides the served model."""
         ...
 
-    def run(self, session: Session) -> Iterator[RequestTrace]:
-        """Yield one trace a request as each ends, warm-up first (marked as such)."""
+    def run(self, session: Session) -> Iterator[RequestTrace | LoadPointRecord]:
+        """Yield one trace a request as each ends, warm-up first (marked as such), and a record a load point."""
         ...
 
 

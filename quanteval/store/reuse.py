@@ -19,7 +19,7 @@ def stage_files(folder: VariantDirectory, stage: str, kind: str = "") -> list[Pa
     if stage == "artifact":
         return [folder.artifact, folder.memory]
     if stage == "bench":
-        return [folder.traces, folder.memory]
+        return [folder.traces, folder.load_points, folder.machine, folder.memory]
     task = stage.removeprefix("task:")
     scores = folder.scores(task)
     return [folder.task_record(task), scores, columns_path(scores), folder.path / kind / task]

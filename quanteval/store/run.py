@@ -15,6 +15,8 @@ from quanteval.errors import RecordError
 from quanteval.evidence import ScoreSet, VariantEvidence
 from quanteval.records import (
     Artifact,
+    LoadPointRecord,
+    MachinePeaks,
     Manifest,
     MemoryUse,
     RequestTrace,
@@ -42,6 +44,16 @@ class VariantDirectory:
     def traces(self) -> Path:
         """traces.jsonl."""
         return self.path / "traces.jsonl"
+
+    @property
+    def load_points(self) -> Path:
+        """load_points.jsonl."""
+        return self.path / "load_points.jsonl"
+
+    @property
+    def machine(self) -> Path:
+        """machine.json: what the machine can do at best."""
+        return self.path / "machine.json"
 
     @property
     def memory(self) -> Path:
@@ -125,6 +137,8 @@ def load_evidence(run: RunDirectory, variant: str) -> VariantEvidence:
         memory=read_record(folder.memory, MemoryUse) if folder.memory.exists() else None,
         traces=read_journal(folder.traces, RequestTrace),
         scores=scores,
+        load_points=read_journal(folder.load_points, LoadPointRecord),
+        peaks=read_record(folder.machine, MachinePeaks) if folder.machine.exists() else None,
     )
 
 
