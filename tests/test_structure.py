@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "quanteval"
 FAMILIES = ("schemes", "engines", "bench", "tasks", "rules")
-HEAVY = {"torch", "transformers", "vllm", "bitsandbytes", "torchao"}
+HEAVY = {"torch", "transformers", "vllm", "bitsandbytes", "torchao", "openvino_genai", "xllamacpp"}
 HEAVY_HOMES = ("schemes", "engines", "tasks", "models")
 
 
