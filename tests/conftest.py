@@ -48,6 +48,16 @@ def tiny_source(tiny_folder):
     return resolve_model(str(tiny_folder))
 
 
+@pytest.fixture(scope="session")
+def fake_artifact(tiny_source, tmp_path_factory):
+    """Return an artifact for engines that read nothing of it but its names."""
+    from quanteval.interfaces import Calibration
+    from quanteval.schemes.none import Unquantized
+
+    folder = tmp_path_factory.mktemp("artifact")
+    return Unquantized("float32").quantize(tiny_source, folder, Calibration(), "cpu")
+
+
 @pytest.fixture(autouse=True)
 def no_earlier_attempts(own_cache):
     """Forget the attempts of other tests: each asks its own question."""

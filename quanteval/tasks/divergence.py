@@ -1,26 +1,20 @@
 """Divergence from the baseline: KL and top-1 agreement on the same teacher-forced tokens, and how long
 both write the same by themselves.
 
-The baseline's run stores its final hidden states, its output head, from which its exact logits are
-rebuilt block by block, and its greedy continuations; logits themselves are never stored.
+The baseline's run stores its distributions as compactly as the engine allows (see `distributions`) and its
+greedy continuations.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from quanteval.errors import ConfigError, EngineError, RecordError
 from quanteval.interfaces import (
     Completion,
-    HiddenStates,
-    OutputHead,
     Prompt,
     Request,
     Sample,
@@ -31,6 +25,7 @@ from quanteval.interfaces import (
     hash_token_ids,
 )
 from quanteval.records import Score
+from quanteval.tasks.distributions import Form, Store, Tensors, open_form
 from quanteval.tasks.loading import (
     Source,
     check_limit,
@@ -41,7 +36,6 @@ from quanteval.tasks.loading import (
     require_text,
 )
 
-BLOCK = 128
 DOCUMENTS_A_TURN = 16
 """Documents worked on between two times that scores are handed on."""
 
@@ -99,21 +93,16 @@ class DivergenceTask:
             "max_tokens": self.max_tokens,
             "greedy_tokens": self.greedy_tokens,
             "greedy_prompt_tokens": self.greedy_prompt_tokens if self.greedy_tokens else None,
-            "stored": "final hidden states and output head",
+            "stored": "final hidden states and output head, or most probable tokens",
         }
 
     def evaluate(
         self, session: Session, samples: Sequence[Sample], context: TaskContext
     ) -> Iterator[Score]:
         """Yield a score a document; the baseline's own divergence is 0 by definition."""
-        store = _Store(context.baseline_dir / self.kind / self.name)
-        head = session.output_head()
-        if context.is_baseline:
-            store.save_head(head)
-            baseline_head = head
-        else:
-            baseline_head = store.load_head()
-        comparison = _Comparison(self, session, store, head, baseline_head, context.is_baseline)
+        store = Store(context.baseline_dir / self.kind / self.name)
+        form = open_form(session, store, context.is_baseline)
+        comparison = _Comparison(self, session, store, form, context.is_baseline)
         for start in range(0, len(samples), DOCUMENTS_A_TURN):
             yield from comparison.scores(samples[start : start + DOCUMENTS_A_TURN])
 
@@ -138,23 +127,22 @@ class _Comparison:
 
     task: DivergenceTask
     session: Session
-    store: _Store
-    head: OutputHead
-    baseline_head: OutputHead
+    store: Store
+    form: Form
     is_baseline: bool
 
     def scores(self, samples: Sequence[Sample]) -> Iterator[Score]:
         asked = {s.sample_id: self.task.request(self.session, s) for s in samples}
         usable = [request for request in asked.values() if request is not None]
         written = self._generate(usable)
-        states = self.session.hidden_states(usable)
+        observed = self.form.observe(usable)
         last = time.perf_counter()
         for sample in samples:
             request = asked[sample.sample_id]
             if request is None:
                 yield _failed(sample, (), "the document has fewer than 2 tokens")
                 continue
-            score = self._score(sample, request, next(states), written.get(sample.sample_id))
+            score = self._score(sample, request, next(observed), written.get(sample.sample_id))
             ended = time.perf_counter()
             yield score.model_copy(update={"elapsed_s": ended - last})
             last = ended
@@ -174,7 +162,7 @@ class _Comparison:
         self,
         sample: Sample,
         request: ScoreRequest,
-        states: HiddenStates,
+        observed: Tensors,
         written: Completion | None,
     ) -> Score:
         ids = request.token_ids
@@ -182,15 +170,16 @@ class _Comparison:
             return _failed(sample, ids, written.error or written.finish_reason)
         tokens = written.token_ids if written is not None else ()
         if self.is_baseline:
-            self.store.save(sample.sample_id, ids, states, tokens)
-            expected, wanted = states.values, tokens
+            self.store.save(sample.sample_id, ids, observed, tokens)
+            expected, wanted = observed, tokens
         else:
             expected, wanted = self.store.load(sample.sample_id, ids)
-        kl, agree = compare(self.baseline_head, expected, self.head, states.values)
+        divergence = self.form.compare(expected, observed)
+        kl = divergence.kl
         bad = next((i for i, value in enumerate(kl) if not math.isfinite(value)), None)
         if bad is not None:
             return _failed(sample, ids, f"KL {kl[bad]} at token {bad}")
-        numbers = {"top1_agree": float(agree)}
+        numbers = {"top1_agree": float(divergence.agree)}
         if written is not None:
             numbers |= _agreement(wanted, tokens)
         return Score(
@@ -202,6 +191,7 @@ class _Comparison:
             finish_reason="none",
             output_tokens=len(tokens),
             output=None if written is None else written.text,
+            detail=self.form.caveat,
             numbers=numbers,
             series={"kl": kl},
         )
@@ -232,116 +222,3 @@ def _failed(sample: Sample, ids: Sequence[int], detail: str) -> Score:
         output_tokens=0,
         detail=detail,
     )
-
-
-def logits(head: OutputHead, hidden: Any) -> Any:
-    """Return the head's logits of hidden states, in the served dtype, then as float32."""
-    from torch.nn import functional
-
-    out = functional.linear(hidden, head.weight, head.bias)
-    if head.softcap is not None:
-        out = (out / head.softcap).tanh() * head.softcap
-    return out.float()
-
-
-def compare(
-    baseline_head: OutputHead, baseline: Any, candidate_head: OutputHead, candidate: Any
-) -> tuple[list[float], int]:
-    """Return KL(baseline || candidate) of each token in nats, and how often both argmaxes agree.
-
-    `baseline` and `candidate` are hidden states [T, d]. The full vocabulary is used.
-    """
-    import torch
-
-    kl: list[float] = []
-    agree = 0
-    with torch.no_grad():
-        for start in range(0, len(baseline), BLOCK):
-            p = logits(baseline_head, baseline[start : start + BLOCK])
-            q = logits(candidate_head, candidate[start : start + BLOCK])
-            agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-            kl += [float(v) for v in kl_of_logits(p, q)]
-    return kl, agree
-
-
-def kl_of_logits(p: Any, q: Any) -> Any:
-    """Return KL(p || q) in nats of each row of two logit tensors [T, V], in float64; never below 0.
-
-    Rounding can make a tiny divergence slightly negative: such values are 0.
-    """
-    import torch
-
-    p, q = p.log_softmax(-1), q.log_softmax(-1)
-    # A token the baseline excludes adds nothing, whatever the candidate gives it.
-    terms = torch.where(p.isneginf(), torch.zeros_like(p), p.exp() * (p - q))
-    values = terms.sum(-1, dtype=torch.float64)
-    return torch.where(values < 0, torch.zeros_like(values), values)
-
-
-class _Store:
-    """The baseline's hidden states and head on disk, a file each, whole or absent."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def save_head(self, head: OutputHead) -> None:
-        tensors = {"weight": head.weight}
-        if head.bias is not None:
-            tensors["bias"] = head.bias
-        metadata = {} if head.softcap is None else {"softcap": repr(head.softcap)}
-        self._write("head", tensors, metadata)
-
-    def load_head(self) -> OutputHead:
-        tensors, metadata = self._read("head")
-        softcap = float(metadata["softcap"]) if "softcap" in metadata else None
-        return OutputHead(tensors["weight"], tensors.get("bias"), softcap)
-
-    def save(
-        self, sample_id: str, ids: Sequence[int], states: HiddenStates, greedy: Sequence[int]
-    ) -> None:
-        metadata = {"ids": hash_token_ids(ids), "greedy": json.dumps(list(greedy))}
-        self._write(_file_name(sample_id), {"hidden": states.values}, metadata)
-
-    def load(self, sample_id: str, ids: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-        """Return the hidden states [T, d] and the ids of the greedy continuation."""
-        tensors, metadata = self._read(_file_name(sample_id))
-        if metadata.get("ids") != hash_token_ids(ids):
-            raise EngineError(
-                f'"{sample_id}": baseline and candidate have different token ids, so their '
-                "distributions cannot be compared"
-            )
-        return tensors["hidden"], tuple(json.loads(metadata.get("greedy", "[]")))
-
-    def _write(self, name: str, tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{os.getpid()}"
-        try:
-            contiguous = {key: value.contiguous() for key, value in tensors.items()}
-            save_file(contiguous, temporary, metadata)
-            temporary.replace(self.folder / f"{name}.safetensors")
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            raise RecordError(f'cannot write "{self.folder / name}": {error}') from None
-
-    def _read(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-        from safetensors import SafetensorError, safe_open
-
-        path = self.folder / f"{name}.safetensors"
-        if not path.exists():
-            raise ConfigError(
-                f'the baseline stored no "{name}" under "{self.folder}": run the baseline with this task first'
-            )
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                return tensors, dict(file.metadata() or {})
-        except SafetensorError as error:
-            raise RecordError(f'"{path}" is damaged ({error}): run the baseline again') from None
-
-
-def _file_name(sample_id: str) -> str:
-    """Return a file's name for any sample id."""
-    return hash_token_ids(tuple(sample_id.encode()))[:24]

@@ -12,7 +12,7 @@ import pytest
 from quanteval import stats
 from quanteval.stats.exact import region_probability
 from quanteval.stats.paired import PairCounts
-from quanteval.tasks.divergence import kl_of_logits
+from quanteval.tasks.distributions import kl_of_logits
 
 FOLDER = os.environ.get("QUANTEVAL_SHARED_DATA", "")
 FILE = Path(FOLDER) / "golden_stats.json"

@@ -17,7 +17,8 @@ from quanteval.records import Artifact, Precision
 from quanteval.resources import task_folders
 from quanteval.sandbox import Limits
 from quanteval.tasks.code import CodeTask, PromptForm
-from quanteval.tasks.divergence import DivergenceTask, _Store, compare
+from quanteval.tasks.distributions import Store, compare, save_head
+from quanteval.tasks.divergence import DivergenceTask
 from quanteval.tasks.loading import Source, load_rows, make_samples
 from quanteval.tasks.perplexity import PerplexityTask
 
@@ -393,7 +394,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_behind(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         with pytest.raises(RecordError, match=r'cannot write ".*head"'):
-            _Store(tmp_path).save_head(OutputHead(torch.zeros(100, 100)))
+            save_head(Store(tmp_path), OutputHead(torch.zeros(100, 100)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)

@@ -16,7 +16,6 @@ from quanteval.config import load_task_node
 from quanteval.engines.fake import FakeEngine
 from quanteval.errors import ConfigError, EngineError, QuantevalError, RecordError
 from quanteval.interfaces import (
-    Calibration,
     Completion,
     HiddenStates,
     OutputHead,
@@ -25,9 +24,9 @@ from quanteval.interfaces import (
 )
 from quanteval.records import Score
 from quanteval.resources import task_folders
-from quanteval.schemes.none import Unquantized
 from quanteval.targets import build
-from quanteval.tasks.divergence import DivergenceTask, compare
+from quanteval.tasks.distributions import compare
+from quanteval.tasks.divergence import DivergenceTask
 from quanteval.tasks.loading import Source, load_rows, make_samples
 from quanteval.tasks.perplexity import PerplexityTask, count_words, rolling_windows
 
@@ -35,13 +34,6 @@ from quanteval.tasks.perplexity import PerplexityTask, count_words, rolling_wind
 def task(name, **fields):
     node = load_task_node(task_folders()[name])
     return build({**node, **fields}, where=name)
-
-
-@pytest.fixture(scope="module")
-def fake_artifact(tiny_source, tmp_path_factory):
-    return Unquantized("float32").quantize(
-        tiny_source, tmp_path_factory.mktemp("a"), Calibration(), "cpu"
-    )
 
 
 def evaluate(suite, artifact, samples, tmp_path, **engine) -> dict[str, Score]:
