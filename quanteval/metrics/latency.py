@@ -1,10 +1,12 @@
 """Latency and throughput from request traces; docs/metrics.md has the definitions.
 
-TTFT runs from sending to the first chunk with tokens. A chunk of k tokens after a gap g counts as k
-inter-token latencies of g/k; what the first chunk holds beyond its first token has no gap and counts
-for none. TPOT is (E2E - TTFT) / (output tokens - 1). Requests marked as warm-up, failed requests and
-those that did not run with all slots full from beginning to end are in none of them. A figure that
-cannot be computed is None.
+TTFT runs from the request's start to the first chunk with tokens, E2E to the last. A request starts
+when it is sent, in an open loop when it was scheduled, so that waiting for a stalled client or server
+is counted. A chunk of k tokens after a gap g counts as k inter-token latencies of g/k; what the first
+chunk holds beyond its first token has no gap and counts for none. TPOT is (E2E - TTFT) / (output
+tokens - 1). Failed requests are in no latency. Steady figures of a closed loop leave out requests
+marked as warm-up and those that did not run with all slots full from beginning to end, those of an
+open loop what was scheduled outside its steady window. A figure that cannot be computed is None.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quanteval.records import RequestTrace
 from quanteval.stats.intervals import quantile_bounds
+
+if TYPE_CHECKING:
+    from quanteval.metrics.slo import Slo
 
 QUANTILES = (0.5, 0.95, 0.99)
 ALPHA = 0.05
@@ -78,30 +84,17 @@ class LoadPointSummary:
     """Measured requests that ended well and ran with all slots full from their start to their end."""
 
 
-@dataclass(frozen=True)
-class Slo:
-    """Limits that a request must meet, in seconds; None is no limit."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-
-    def met_by(self, trace: RequestTrace) -> bool:
-        """Whether a request ended well within every limit."""
-        if not _ok(trace):
-            return False
-        pairs = (
-            (ttft_s(trace), self.ttft_s), (tpot_s(trace), self.tpot_s), (e2e_s(trace), self.e2e_s)
-        )  # fmt: skip
-        return all(seen is None or limit is None or seen <= limit for seen, limit in pairs)
-
-
 # --------------------------------------------------------------------------- one request
 
 
+def start_s(trace: RequestTrace) -> float:
+    """Return when a request's latencies begin: as scheduled in an open loop, as sent in a closed one."""
+    return trace.scheduled_s if trace.loop == "open" else trace.sent_s
+
+
 def ttft_s(trace: RequestTrace) -> float:
-    """Return the seconds from sending to the first token."""
-    return trace.chunk_times_s[0] - trace.sent_s
+    """Return the seconds from the start to the first token."""
+    return trace.chunk_times_s[0] - start_s(trace)
 
 
 def itl_s(trace: RequestTrace) -> list[float]:
@@ -112,8 +105,8 @@ def itl_s(trace: RequestTrace) -> list[float]:
 
 
 def e2e_s(trace: RequestTrace) -> float:
-    """Return the seconds from sending to the last token."""
-    return trace.chunk_times_s[-1] - trace.sent_s
+    """Return the seconds from the start to the last token."""
+    return trace.chunk_times_s[-1] - start_s(trace)
 
 
 def tpot_s(trace: RequestTrace) -> float | None:
@@ -129,12 +122,13 @@ def tpot_s(trace: RequestTrace) -> float | None:
 def cold_start_s(traces: Sequence[RequestTrace]) -> float | None:
     """Return the TTFT of the very first request, None when that was no warm-up or did not end well."""
     first = next(iter(traces), None)
-    if first is None or not first.warmup or not _ok(first):
+    if first is None or not first.warmup or not ended_well(first):
         return None
     return ttft_s(first)
 
 
-def _ok(trace: RequestTrace) -> bool:
+def ended_well(trace: RequestTrace) -> bool:
+    """Whether a request gave its tokens and ended as it should."""
     return trace.status == "ok" and bool(trace.chunk_times_s)
 
 
@@ -178,28 +172,28 @@ def _summary(bucket: str | None, group: Sequence[RequestTrace]) -> LoadPointSumm
         trace
         for run in runs
         for trace in steady_requests(run)
-        if _ok(trace) and bucket in (None, trace.bucket)
+        if ended_well(trace) and bucket in (None, trace.bucket)
     ]
     tpot = [value for trace in steady if (value := tpot_s(trace)) is not None]
-    tps_runs = [] if bucket is not None else [r for run in runs if (r := _rate([run], _tokens))]
+    tps_runs = [] if bucket is not None else [r for run in runs if (r := _rate([run], tokens_in))]
     median = float(np.median(tpot)) if tpot else 0.0
     return LoadPointSummary(
         load_point=group[0].load_point,
         concurrency=group[0].concurrency,
         bucket=bucket,
         requests=len(measured),
-        failed=sum(not _ok(trace) for trace in measured),
+        failed=sum(not ended_well(trace) for trace in measured),
         failures=Counter(
             trace.status if trace.status != "ok" else "error"
             for trace in mine
-            if not _ok(trace) and not (trace.warmup and trace.status == "cancelled")
+            if not ended_well(trace) and not (trace.warmup and trace.status == "cancelled")
         ),
         ttft=distribution(ttft_s(trace) for trace in steady),
         itl=distribution((gap for t in steady for gap in itl_s(t)), independent=False),
         tpot=distribution(tpot),
         e2e=distribution(e2e_s(trace) for trace in steady),
-        request_rate=None if bucket is not None else _rate(runs, _ended(_ok)),
-        output_tps=None if bucket is not None else _rate(runs, _tokens),
+        request_rate=None if bucket is not None else _rate(runs, ended_in(ended_well)),
+        output_tps=None if bucket is not None else _rate(runs, tokens_in),
         output_tps_runs=tuple(tps_runs),
         stream_tps=1 / median if median > 0 else None,
         steady_requests=len(steady),
@@ -211,7 +205,7 @@ def goodput(traces: Sequence[RequestTrace], slo: Slo) -> dict[str, float | None]
     points = dict.fromkeys(trace.load_point for trace in traces if not trace.warmup)
     return {
         name: _rate(
-            _by_repetition([t for t in traces if t.load_point == name]), _ended(slo.met_by), zero=True
+            _by_repetition([t for t in traces if t.load_point == name]), ended_in(slo.met_by), zero=True
         )
         for name in points
     }  # fmt: skip
@@ -231,8 +225,12 @@ def full_interval(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
     """Return from when until when all slots of one repetition were full, None when they never were.
 
     It begins when the last slot sends its first request and ends with the first request that no
-    other follows: of N requests in c slots the (N - c + 1)-th to end, or a filler that failed.
+    other follows: of N requests in c slots the (N - c + 1)-th to end, or a filler that failed. An
+    open loop has no slots: it is the time over which its measured requests were scheduled.
     """
+    if run[0].loop == "open":
+        times = [trace.scheduled_s for trace in run if not trace.warmup]
+        return (min(times), max(times)) if times else None
     slots = run[0].concurrency
     if len(run) < slots:
         return None
@@ -251,8 +249,10 @@ def steady_requests(run: Sequence[RequestTrace]) -> list[RequestTrace]:
     """Return one repetition's measured requests that began when all slots were full and ended while they were.
 
     FULL_SHARE instead of all of a life allows for requests that end together, in one step of the engine. Failed
-    requests are among them.
+    requests are among them. Of an open loop: all that were scheduled in the steady window, however they ended.
     """
+    if run and run[0].loop == "open":
+        return [trace for trace in run if not trace.warmup]
     full = full_interval(run)
     if full is None:
         return []
@@ -271,11 +271,13 @@ def steady_window(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
     """Return the interval over which one repetition's rates are taken, None without a steady state.
 
     It begins when every slot has finished what it sent before the first measured request, and ends
-    with the last request of the steady state.
+    with the last request of the steady state. Of an open loop: from the first to the last measured arrival.
     """
     full, steady = full_interval(run), steady_requests(run)
     if full is None or not steady:
         return None
+    if run[0].loop == "open":
+        return full if full[1] > full[0] else None
     first = min(trace.sent_s for trace in run if not trace.warmup)
     ramp = [trace.end_s for trace in run if trace.warmup and trace.sent_s < first]
     begin, end = max([full[0], *ramp]), max(trace.end_s for trace in steady)
@@ -285,15 +287,17 @@ def steady_window(run: Sequence[RequestTrace]) -> tuple[float, float] | None:
 Count = Callable[[RequestTrace, float, float], int]
 
 
-def _tokens(trace: RequestTrace, begin: float, end: float) -> int:
-    """Tokens that arrived in (begin, end]; a failed request's are not output, a cancelled filler's are."""
-    if not _ok(trace) and not (trace.warmup and trace.status == "cancelled"):
+def tokens_in(trace: RequestTrace, begin: float, end: float) -> int:
+    """Return the tokens that arrived in (begin, end]; a failed request's are not output, a cancelled filler's are."""
+    if not ended_well(trace) and not (trace.warmup and trace.status == "cancelled"):
         return 0
     arrivals = zip(trace.chunk_times_s, trace.chunk_tokens, strict=True)
     return sum(count for at, count in arrivals if begin < at <= end)
 
 
-def _ended(good: Callable[[RequestTrace], bool]) -> Count:
+def ended_in(good: Callable[[RequestTrace], bool]) -> Count:
+    """Return a count of the good requests that ended in (begin, end]."""
+
     def count(trace: RequestTrace, begin: float, end: float) -> int:
         return int(begin < trace.end_s <= end and good(trace))
 

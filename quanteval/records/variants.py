@@ -97,7 +97,7 @@ class Artifact(Record):
 
 
 class MemoryUse(Record):
-    """Where the bytes are; the parts and `unaccounted_bytes` add up to `process_peak_bytes`."""
+    """Where the bytes are; `parts` and `unaccounted_bytes` add up to `process_peak_bytes`."""
 
     device: str
     before_load_bytes: int
@@ -117,11 +117,111 @@ class MemoryUse(Record):
     process_peak_bytes: int
     """While serving (warm-up and bench). CPU: highest VmHWM. CUDA: peak reserved by the allocator."""
     unaccounted_bytes: int
-    """process_peak - (before_load + weights + kv_cache + activation_peak); negative when parts never coincided."""
+    """process_peak - the sum of `parts`; negative when parts never coincided."""
     phase_peak_bytes: dict[str, int] = Field(default_factory=dict)
     """Peak of the process during load, warmup, bench, tasks."""
     device_total_bytes: int = 0
     """CUDA only: what the driver says is in use on the device."""
+    library_bytes: int = 0
+    """CPU: pages of library and other files that became resident since before the load (not the weights' files)."""
+    runtime_bytes: int = 0
+    """CPU: in use at rest beyond all of the above: tokenizer, Python objects, prompts, compiled kernels, threads."""
+    allocator_bytes: int = 0
+    """CPU: freed by the program and not, or only lately, given back to the system, less the activation peak.
+    CUDA: reserved by torch's allocator and not allocated at that moment."""
+    allocated_peak_bytes: int = 0
+    """CUDA: most bytes in live tensors at once."""
+    fragmentation_bytes: int = 0
+    """CUDA: free pieces of split blocks (inactive_split_bytes), within `allocator_bytes`; no use to large tensors."""
+    workspace_bytes: int = 0
+    """Kept by libraries for their products (cuBLAS), where it can be told; part of another part, not added."""
+    kv_pool_tokens: int = 0
+    """Tokens that the KV cache can hold in all, as configured or as the server tells; 0 where unknown."""
+    weights_mapped_bytes: int | None = None
+    """CPU: the part of `weights_bytes` that lies in mapped files, which the system may drop and read again; None where
+    that is not known."""
+    weight_file_bytes: int = 0
+    """CPU: resident pages of the weights' files that are not weights in use: those were copied or repacked."""
+    driver_other_bytes: int = 0
+    """CUDA: in use on the device and not reserved by torch here: context, libraries, other processes."""
+    account_phase: str = ""
+    """The phase whose peak the parts explain; '' where only the parts known from tensors are filled in."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, in the order in which they are shown; parts that this device does not have are 0."""
+        return {
+            "before_load": self.before_load_bytes,
+            "library": self.library_bytes,
+            "weights": self.weights_bytes,
+            "weight_file": self.weight_file_bytes,
+            "kv_cache": self.kv_cache_bytes,
+            "activation_peak": self.activation_peak_bytes,
+            "runtime": self.runtime_bytes,
+            "allocator": self.allocator_bytes,
+        }
+
+
+class ModelShape(Part):
+    """A decoder's dimensions and its parameter counts, as its configuration gives them; no weights are read."""
+
+    model_type: str
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of a dense MLP; of one expert where every layer has experts."""
+    vocab_size: int
+    tied_head: bool
+    """The output head is the embedding table, held once."""
+    max_position: int | None = None
+    """Longest sequence it was made for, None where it does not say."""
+    sliding_window: int | None = None
+    """Tokens that the layers with a window attend to, and keep in the cache."""
+    window_layers: int = 0
+    experts: int = 0
+    """Routed experts of a layer that has any."""
+    active_experts: int = 0
+    """Routed experts that compute one token."""
+    embedding_parameters: int
+    """Token and position embeddings."""
+    attention_parameters: int
+    mlp_parameters: int
+    """Experts, routers and shared experts included."""
+    norm_parameters: int
+    head_parameters: int
+    """0 when the head is tied."""
+    linear_parameters: int
+    """Weights of the blocks' linear matrices, experts included: what schemes quantize. No biases, routers or head."""
+    linear_rows: int
+    """Output features of those matrices in all: as many scales as a scheme with one scale a row stores."""
+    expert_parameters: int = 0
+    """The part of `linear_parameters` in routed experts."""
+    widest_matrix: int
+    """Weights of the largest single linear matrix."""
+    assumed: str = ""
+    """What was taken for granted, '' for a known architecture."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones once."""
+        return (
+            self.embedding_parameters
+            + self.attention_parameters
+            + self.mlp_parameters
+            + self.norm_parameters
+            + self.head_parameters
+        )
+
+    @property
+    def active_linear_parameters(self) -> int:
+        """Weights of the blocks that one token is multiplied with: its own experts only."""
+        if not self.experts:
+            return self.linear_parameters
+        left_out = self.expert_parameters * (self.experts - self.active_experts) // self.experts
+        return self.linear_parameters - left_out
 
 
 class StageRecord(Part):

@@ -102,10 +102,10 @@ def render_csv(table: Table) -> str:
     writer.writerow(kept)
     for row in table.rows:
         values: dict[str, object] = {
-            "variant": _spreadsheet(row.variant),
+            "variant": spreadsheet(row.variant),
             "is_baseline": row.is_baseline,
             "status": row.status,
-            "status_reason": _spreadsheet(row.reason),
+            "status_reason": spreadsheet(row.reason),
         }
         for key, cell in row.cells.items():
             values |= _parts(key, cell)
@@ -114,7 +114,7 @@ def render_csv(table: Table) -> str:
 
 
 def _parts(key: str, cell: Cell) -> dict[str, object]:
-    value = _spreadsheet(cell.value) if isinstance(cell.value, str) else cell.value
+    value = spreadsheet(cell.value) if isinstance(cell.value, str) else cell.value
     return {
         key: value,
         f"{key}.lower": cell.lower,
@@ -124,7 +124,7 @@ def _parts(key: str, cell: Cell) -> dict[str, object]:
     }
 
 
-def _spreadsheet(text: str) -> str:
+def spreadsheet(text: str) -> str:
     """Return one line that a spreadsheet does not take for a formula."""
     safe = line(text)
     return "'" + safe if safe.startswith(("=", "@", "+", "-")) else safe
@@ -132,14 +132,15 @@ def _spreadsheet(text: str) -> str:
 
 def render_json(table: Table) -> str:
     """Return the table as it is; NaN and infinities as strings, since JSON has no number for them."""
-    return json.dumps(_finite(asdict(table)), indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(asdict(table)), indent=1, allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value for JSON: NaN and infinities as strings, tuples as lists."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

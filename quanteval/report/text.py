@@ -50,7 +50,8 @@ def number(value: float, digits: int = 3) -> str:
         return str(value)
     if value == 0:
         return "0"
-    places = max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+    # Of the rounded value: 9.9996 shown with three digits is 10.0, not 10.00.
+    places = max(digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]), 0)
     return f"{value:.{min(places, 6)}f}"
 
 

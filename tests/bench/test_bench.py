@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -123,11 +124,11 @@ class Scripted:
 def trace_of(*steps, timeout_s=5.0):
     session = Scripted(*steps)
     request = Request("r", ByteTokenizer().raw("ab"), Sampling(3))
-    trace = follow(
+    following = follow(
         session, planned(2), request, LoadPoint("p", 1),
-        origin_s=time.perf_counter(), timeout_s=timeout_s, stop=threading.Event(),
+        origin_s=time.perf_counter(), timeout_s=timeout_s,
     )  # fmt: skip
-    return trace, session
+    return asyncio.run(following), session
 
 
 def test_chunks_without_tokens_are_no_arrivals():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -130,7 +131,7 @@ def test_a_dead_server_is_an_error_for_every_request_and_ends():
     traces = run(Session(refuses))
     measured = [t for t in traces if not t.warmup]
     assert len(measured) == 2 + 6
-    assert {t.status for t in traces} == {"error"}
+    assert {t.status for t in traces if "filler" not in t.request_id} == {"error"}
     for summary in summarize(traces):
         assert summary.failed == summary.requests
         assert summary.output_tps is None
@@ -241,21 +242,19 @@ class Stream:
             raise self.closing
 
 
-def at_times(monkeypatch, stream, *, output=3, timeout_s=10.0, stopped=False):
+def at_times(monkeypatch, stream, *, output=3, timeout_s=10.0):
     monkeypatch.setattr(client, "perf_counter", Clock())
     planned = PlannedRequest("r", "b", 9, output, 0)
-    stop = threading.Event()
-    if stopped:
-        stop.set()
 
     class Serving:
         def stream(self, request):
             return stream
 
-    return follow(
+    following = follow(
         Serving(), planned, MAKER.request(planned), LoadPoint("p", 1),
-        origin_s=90.0, timeout_s=timeout_s, stop=stop,
+        origin_s=90.0, timeout_s=timeout_s,
     )  # fmt: skip
+    return asyncio.run(following)
 
 
 def test_times_are_the_engine_s_and_relative_to_the_load_point(monkeypatch):
@@ -279,17 +278,6 @@ def test_what_arrives_after_the_timeout_does_not_count(monkeypatch, reason):
 
 def test_exactly_at_the_timeout_is_in_time(monkeypatch):
     assert at_times(monkeypatch, Stream([Chunk((1, 2, 3), 110.0, "length")])).status == "ok"
-
-
-def test_a_stop_cancels_at_the_next_chunk(monkeypatch):
-    stream = Stream([Chunk((1,), 101.0), Chunk((2, 3), 102.0, "length")])
-    trace = at_times(monkeypatch, stream, stopped=True)
-    assert (trace.status, trace.output_tokens, stream.closed) == ("cancelled", 1, 1)
-
-
-def test_a_request_that_has_just_ended_is_not_cancelled(monkeypatch):
-    stream = Stream([Chunk((1, 2, 3), 102.0, "length")])
-    assert at_times(monkeypatch, stream, stopped=True).status == "ok"
 
 
 def test_a_stream_that_cannot_be_closed_is_an_error(monkeypatch):

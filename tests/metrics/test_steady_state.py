@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quanteval.metrics.latency import (
-    Slo,
     distribution,
     e2e_s,
     full_interval,
@@ -21,6 +20,7 @@ from quanteval.metrics.latency import (
     summarize,
     tpot_s,
 )
+from quanteval.metrics.slo import Slo
 from quanteval.records import RequestTrace
 
 GAP = 0.1
@@ -230,10 +230,12 @@ def test_one_chunk_says_nothing_about_the_time_between_its_tokens():
 
 def test_goodput_counts_what_meets_every_limit():
     traces = load(each=20)
-    all_met = goodput(traces, Slo(ttft_s=0.2, tpot_s=0.2, e2e_s=2.0))["closed_loop_4"]
+    all_met = goodput(traces, Slo(per_request={"ttft": 0.2, "tpot": 0.2, "e2e": 2.0}))[
+        "closed_loop_4"
+    ]
     assert all_met == pytest.approx(summarize(traces)[0].request_rate)
     assert goodput(traces, Slo()) == {"closed_loop_4": all_met}
-    for missed in (Slo(ttft_s=0.05), Slo(tpot_s=0.05), Slo(e2e_s=0.5)):
+    for missed in (Slo(ttft={"p99": 0.05}), Slo(tpot={"p50": 0.05}), Slo(e2e={"p95": 0.5})):
         assert goodput(traces, missed) == {"closed_loop_4": 0.0}
     assert goodput([request(0.0)], Slo()) == {"closed_loop_4": None}
     assert goodput([], Slo()) == {}
@@ -241,7 +243,7 @@ def test_goodput_counts_what_meets_every_limit():
 
 def test_a_failed_request_meets_no_limit():
     assert not Slo().met_by(request(0.0, status="error"))
-    assert Slo(tpot_s=1e-9).met_by(request(0.0, 1)), "one token has no TPOT to miss"
+    assert Slo(tpot={"p99": 1e-9}).met_by(request(0.0, 1)), "one token has no TPOT to miss"
 
 
 @settings(max_examples=60, deadline=None)
