@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,7 +22,7 @@ from quanteval.errors import EngineError
 from quanteval.evidence import VariantEvidence
 from quanteval.failures import explain, is_out_of_memory
 from quanteval.gate import is_decided
-from quanteval.interfaces import Sample, Session, Task, TaskContext
+from quanteval.interfaces import OwnsProcesses, Sample, Session, Task, TaskContext
 from quanteval.looks import sample_order
 from quanteval.policy import load_policy
 from quanteval.records import (
@@ -64,6 +63,7 @@ class Evaluation:
         self.stages = {stage["name"]: stage for stage in spec["stages"]}
         self.peaks: dict[str, int] = {}
         self.failures: list[str] = []
+        self.session: Any = None
 
     def run(self) -> None:
         """Serve, then bench and tasks; a task that fails does not keep the others from running."""
@@ -72,7 +72,8 @@ class Evaluation:
         engine.check(artifact)
         reset_peak_rss()
         started = time.perf_counter()
-        with self._serving(engine, artifact) as session:
+        with engine.serve(artifact) as session:
+            self.session = session
             self._end_phase("load")
             served = artifact.model_copy(update={"effective": session.describe()})
             write_record(self.folder.artifact, served)
@@ -88,11 +89,6 @@ class Evaluation:
                 write_record(self.folder.memory, self._with_phases(session.memory()))
         if self.failures:
             raise EngineError("; ".join(self.failures))
-
-    @contextlib.contextmanager
-    def _serving(self, engine: Any, artifact: Artifact) -> Iterator[Session]:
-        with engine.serve(artifact) as session:
-            yield session
 
     # ---- bench
 
@@ -117,6 +113,8 @@ class Evaluation:
                 bar.set_postfix_str(item.load_point, refresh=False)
                 bar.update()
         self._end_phase(phase)
+        self._refuse_gone_server("during the bench")
+        self._write_peaks(device)
         self._write_lines(self.folder.traces, RequestTrace, number, traces)
         self._write_lines(self.folder.load_points, LoadPointRecord, number, points)
         write_record(self.folder.memory, self._with_phases(session.memory()))
@@ -148,7 +146,22 @@ class Evaluation:
             update |= {"process_peak_bytes": peak, "unaccounted_bytes": peak - parts}
         return memory.model_copy(update=update)
 
+    def _refuse_gone_server(self, when: str) -> None:
+        """A server that died leaves failed requests: they measure its death and not its speed."""
+        if isinstance(self.session, OwnsProcesses) and (why := self.session.gone()):
+            raise EngineError(f"the server ended {when}: {why}")
+
+    def _write_peaks(self, device: str) -> None:
+        """Measure what the machine can do at best, where the model computes on this machine."""
+        if device in ("cpu", "cuda"):
+            from quanteval.engines.machine import measure_peaks
+
+            write_record(self.folder.machine, measure_peaks(device))
+
     def _end_phase(self, name: str) -> None:
+        if isinstance(self.session, OwnsProcesses):
+            self.peaks[name] = self.session.take_peak_bytes()
+            return
         self.peaks[name] = peak_rss_bytes()
         release_free_memory()
         reset_peak_rss()

@@ -18,6 +18,7 @@ GROUPS = {
     "tasks": "task",
     "suites": "suite",
     "benches": "bench",
+    "workloads": "workload",
     "policies": "gate",
     "experiments": "experiment",
     "runs": "run",

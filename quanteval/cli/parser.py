@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from quanteval import __version__
-from quanteval.cli import reading, running
+from quanteval.cli import reading, running, servers
 from quanteval.errors import ConfigError
 
 EXIT_CODES = """\
@@ -149,6 +149,27 @@ def make_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print as JSON")
     plan.add_argument("overrides", nargs="*", help="as for run")
 
+    serve = verb(
+        "serve",
+        servers.serve,
+        "put an OpenAI-compatible server on one scheme of a model",
+        "quanteval serve model=smollm2_135m scheme=[nf4_bnb] --port 8000",
+    )
+    _listening(serve, 8000)
+    serve.add_argument("--name", default="", help="name of the model (default: the scheme's)")
+    serve.add_argument("overrides", nargs="*", help="model, scheme, engine, runtime: as for run")
+
+    mock = verb(
+        "mock-server",
+        servers.mock_server,
+        "serve scripted timings, faults and answers, to try load clients against",
+        "quanteval mock-server ttft_s=0.1 itl_s=0.02 tokens_per_chunk=4 --port 8000",
+    )
+    _listening(mock, 8000)
+    mock.add_argument(
+        "settings", nargs="*", metavar="NAME=VALUE", help="see docs/serving.md for all of them"
+    )
+
     doctor = verb(
         "doctor",
         reading.doctor,
@@ -157,3 +178,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print as JSON")
     return parser
+
+
+def _listening(parser: argparse.ArgumentParser, port: int) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=port, help="0 picks a free one (%(default)s)")

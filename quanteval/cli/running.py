@@ -120,7 +120,13 @@ def check(parsed: argparse.Namespace) -> int:
 
 
 def plan(parsed: argparse.Namespace) -> int:
-    """Print what a policy can decide."""
+    """Print what a policy can decide, or (`plan memory`) whether a model fits a device."""
+    if parsed.overrides[:1] == ["memory"]:
+        from quanteval.memory_plan import plan_memory_text
+
+        text, code = plan_memory_text(parsed.overrides[1:], parsed.json)
+        print(text)
+        return code
     from quanteval.planning import plan_text
 
     _take_task_dirs([part for folder in parsed.task_dir for part in ("--task-dir", folder)])
