@@ -113,7 +113,7 @@ def _drive(
         repetition=point.repetition,
         started_s=loop.started_s,
         measured_from_s=min(loop.measured_from_s, loop.duration_s),
-        measured_to_s=min(loop.measured_to_s, loop.duration_s),
+        measured_to_s=_window_end(loop),
         duration_s=loop.duration_s,
         client=health,
         server=_risen(before, loop.metrics),
@@ -122,6 +122,12 @@ def _drive(
         over_saturated=bool(loop.note),
         note=loop.note,
     )
+
+
+def _window_end(loop: LoopRun) -> float:
+    """Return the end of the steady window: as planned, though its last request may have ended before it."""
+    planned = loop.measured_to_s
+    return min(planned, loop.duration_s) if loop.note or math.isinf(planned) else planned
 
 
 def _risen(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -29,6 +29,7 @@ def _refuse_range(low: int, high: int) -> None:
         raise ValueError(f'lengths "{low}-{high}" must be 1 <= low <= high')
 
 
+@dataclass(frozen=True)
 class Lengths:
     """A distribution of lengths; `at` is all that a kind of it has to say."""
 

@@ -59,12 +59,14 @@ class ClosedLoop(LoopRun):
         if not self._measured_left:
             self._fillers = iter(())
         self._more = Ahead(self._fillers, self._slots)
-        for _ in range(self.point.concurrency):
-            self.spawn(self._slot())
-        if self.point.concurrency:
-            await self.over.wait()
-        self.ending = True
-        self._more.close()
+        try:
+            for _ in range(self.point.concurrency):
+                self.spawn(self._slot())
+            if self.point.concurrency:
+                await self.over.wait()
+        finally:
+            self.ending = True
+            self._more.close()
 
     async def _slot(self) -> None:
         free_s: float | None = None

@@ -35,7 +35,8 @@ class OverheadPoint:
     tokens_per_s: float
     cpu_share: float
     """Of one core, the client's process alone."""
-    saturated: bool
+    saturated: str
+    """Why the client was the bottleneck, '' when it was not."""
 
 
 @dataclass(frozen=True)
@@ -138,5 +139,5 @@ def _point(
         added_p99_s=float(np.quantile(added, 0.99)),
         tokens_per_s=sum(trace.output_tokens for trace in traces) / loop.duration_s,
         cpu_share=loop.health.cpu_share,
-        saturated=loop.health.saturated,
+        saturated=loop.health.reason,
     )

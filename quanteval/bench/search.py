@@ -139,7 +139,7 @@ class Search:
         if self.spent_s >= self.max_s:
             self.ended = f"budget of {self.max_s:g} s used up"
             return None
-        for step in (self._rise, self._sink, self._halve, self._repeat, self._widen):
+        for step in (self._retry, self._rise, self._sink, self._halve, self._repeat, self._widen):
             visit = step()
             if visit is not None:
                 return visit
@@ -150,8 +150,21 @@ class Search:
 
     # ---- the steps, each None when there is nothing for it to do
 
+    def _judged(self, place: int) -> bool:
+        return any(place in known for known in self._answers.values())
+
+    def _retry(self) -> Visit | None:
+        """Measure once more what could not be judged, e.g. since the client was the bottleneck for a moment."""
+        for place, visits in self.visits.items():
+            if self._answers and not self._judged(place) and visits < min(2, self.repetitions):
+                return self._visit(place, "rising", "could not be judged")
+        return None
+
     def _rise(self) -> Visit | None:
         highest = max(self.visits)
+        if self._answers and not self._judged(highest):
+            # Higher loads would not be judged either.
+            return None
         if self._ceiling is not None or self.grid.load(highest) >= self.grid.load(self.top):
             return None
         seen = self._answers.values()

@@ -138,6 +138,7 @@ class _Serving:
         self.context = session.max_context
         self.maker: PromptMaker = plan.workload.maker(session.tokenizer)
         self.judge = Judge(plan.slo, plan.knee_tolerance)
+        self.settled = itertools.count(1)
 
     # ---- stage 1
 
@@ -226,7 +227,15 @@ class _Serving:
             else:
                 record = self.judge.take(item, traces)
                 yield record
+        if record.over_saturated:
+            yield from self.settle()
         return record
+
+    def settle(self) -> Items:
+        """Send one unmeasured request: once it has ended, a queue that was left behind is worked off or dropped."""
+        point = LoadPoint(WARMUP, 1, next(self.settled), warmup=True, stage="single")
+        drawn = self.plan.workload.requests(WARMUP, point.repetition, max_context=self.context)
+        yield from self._closed(point, [next(drawn)], iter(()))
 
     def _slots(self, slots: int, repetition: int, stage: str) -> Items:
         name = f"closed_loop_{slots}"

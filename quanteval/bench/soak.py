@@ -7,20 +7,23 @@ drifts from one to the next is computed by `metrics.soak`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from quanteval.bench.client import LoadPoint
 from quanteval.bench.driver import OpenState, drive_open
+from quanteval.bench.health import LAG_FLOOR_S, LAG_SHARE
 from quanteval.bench.plan import WARMUP
 from quanteval.bench.serving import stop_when_growing
 from quanteval.bench.workload import Workload
 from quanteval.environment import rss_bytes
 from quanteval.interfaces import Session, StreamsAsync
 from quanteval.metrics.slo import Slo
-from quanteval.records import LoadPointRecord, RequestTrace
+from quanteval.records import ClientHealth, LoadPointRecord, RequestTrace
 
 SOAK = "soak"
 
@@ -76,11 +79,16 @@ class Soak:
         )  # fmt: skip
         watch = _Watch(session)
         maker = self.workload.maker(session.tokenizer)
+        late: dict[int, list[tuple[float, float]]] = {}
         for item in drive_open(session, maker, point, arrivals, self.timeout_s, watch):
             if isinstance(item, RequestTrace):
+                if not item.warmup:
+                    waited = item.sent_s - item.scheduled_s
+                    first = item.chunk_times_s[0] - item.sent_s if item.chunk_times_s else 0.0
+                    late.setdefault(self._window_of(item.scheduled_s), []).append((waited, first))
                 yield self._placed(item)
             else:
-                yield from self._records(item, watch)
+                yield from self._records(item, watch, late)
 
     def _placed(self, trace: RequestTrace) -> RequestTrace:
         """Return a trace as one of its window, its times relative to the window's beginning."""
@@ -100,7 +108,12 @@ class Soak:
     def _window_of(self, at_s: float) -> int:
         return min(max(int((at_s - self.ramp_s) / self.window_s), 0), self.windows - 1)
 
-    def _records(self, whole: LoadPointRecord, watch: _Watch) -> Iterator[LoadPointRecord]:
+    def _records(
+        self,
+        whole: LoadPointRecord,
+        watch: _Watch,
+        late: Mapping[int, Sequence[tuple[float, float]]],
+    ) -> Iterator[LoadPointRecord]:
         """Cut the record of the whole soak into those of its windows; one that was cut short is left out."""
         reached = min(
             self.windows, max(0, int((whole.measured_to_s - self.ramp_s) / self.window_s + 1e-6))
@@ -115,6 +128,7 @@ class Soak:
                     "measured_from_s": 0.0,
                     "measured_to_s": self.window_s,
                     "duration_s": self.window_s,
+                    "client": _client(whole.client, late.get(number, ())),
                     "rss_bytes": watch.rss_between(begin, begin + self.window_s),
                     # Counters rose over the whole soak, so only the last window has them.
                     "server": whole.server if last else {},
@@ -122,6 +136,19 @@ class Soak:
                     "note": whole.note if last else "",
                 }
             )
+
+
+def _client(whole: ClientHealth, late: Sequence[tuple[float, float]]) -> ClientHealth:
+    """Return the client's health in one window: a moment in which it lagged must not void a day."""
+    if not late:
+        return whole
+    waits = [wait for wait, _ in late]
+    lag = float(np.quantile(waits, 0.99, method="higher"))
+    limit = max(LAG_FLOOR_S, LAG_SHARE * median(first for _, first in late))
+    own = {"lag_p50_s": median(waits), "lag_p99_s": lag}
+    if whole.saturated and whole.lag_p99_s > limit >= lag:
+        return whole.model_copy(update={**own, "saturated": False, "reason": ""})
+    return whole.model_copy(update=own)
 
 
 class _Watch:

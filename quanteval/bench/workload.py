@@ -106,6 +106,8 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if Lengths in (type(self.prompts), type(self.outputs)):
+            raise ValueError("prompts and outputs must name a kind of lengths by its _target_")
         if list(self.buckets) != sorted(set(self.buckets)) or any(b < 1 for b in self.buckets):
             raise ValueError(f'buckets "{list(self.buckets)}" must be rising lengths of at least 1')
         if not 0 <= self.shared_prefix < 1:

@@ -29,13 +29,15 @@ class Event:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    started_s: float | None = None
+    """`time.perf_counter()` at which the model began to read the request's prompt; None before that."""
 
 
 Deliver = Callable[[Event], None]
 
 
 class Batcher(Protocol):
-    """Runs requests; `deliver` is called from the computing thread and must be quick."""
+    """Runs requests; `deliver` is called one event at a time, the end last, and must be quick and not raise."""
 
     @property
     def policy(self) -> str:
@@ -57,7 +59,7 @@ class Batcher(Protocol):
         ...
 
     def cancel(self, handle: str) -> None:
-        """Stop working on a request; nothing more is delivered for it."""
+        """Stop working on a request and deliver its end as cancelled, unless it has ended; nothing comes after."""
         ...
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
@@ -115,7 +117,8 @@ class ContinuousBatcher:
         self._eos = eos
         self._rows = rows
         self._open: dict[str, Open] = {}
-        self._lock = threading.Lock()
+        # Held while delivering, so that nothing comes after an end; a delivery may cancel.
+        self._lock = threading.RLock()
         self._numbers = itertools.count()
         # One page more than asked: the cache keeps part of a page to itself.
         blocks = -(-cache_tokens // page_tokens) + 1
@@ -173,46 +176,57 @@ class ContinuousBatcher:
         sampling = request.sampling
         with self._lock:
             self._open[handle] = Open(request, deliver)
-        accepted = self._manager.add_request(
-            list(request.prompt.token_ids),
-            request_id=handle,
-            max_new_tokens=sampling.max_tokens,
-            streaming=True,
-            eos_token_id=-1 if sampling.ignore_eos else (sorted(self._eos) or -1),
-        )
+        try:
+            accepted = self._manager.add_request(
+                list(request.prompt.token_ids),
+                request_id=handle,
+                max_new_tokens=sampling.max_tokens,
+                streaming=True,
+                eos_token_id=-1 if sampling.ignore_eos else (sorted(self._eos) or -1),
+            )
+        except Exception as error:
+            self._deliver(handle, Event((), "error", f"{type(error).__name__}: {error}"))
+            return handle
         if accepted is None:
             cause = self._manager.background_thread_status.fatal_error
-            self._end(handle, Event((), "error", f"the generation loop has ended: {cause}"))
+            self._deliver(handle, Event((), "error", f"the generation loop has ended: {cause}"))
         return handle
 
     def cancel(self, handle: str) -> None:
-        """Forget a request here and tell the loop to drop it."""
-        with self._lock:
-            known = self._open.pop(handle, None)
-        if known is not None:
+        """End a request here and tell the loop to drop it."""
+        if self._deliver(handle, Event((), "cancelled")):
             self._manager.cancel_request(handle)
 
     def _on_output(self, output: Any) -> None:
         with self._lock:
             entry = self._open.get(output.request_id)
-        if entry is None:
-            return
-        new = tuple(int(i) for i in output.generated_tokens[entry.seen :])
-        entry.seen += len(new)
-        if output.error is not None:
-            self._end(output.request_id, Event(new, "error", str(output.error)))
-        elif output.is_finished():
-            last = output.generated_tokens[-1] if output.generated_tokens else -1
-            reason = end_of(last, entry.seen, entry.request.sampling, self._eos) or "length"
-            self._end(output.request_id, Event(new, reason))
-        elif new:
-            entry.deliver(Event(new))
+            if entry is None:
+                return
+            new = tuple(int(i) for i in output.generated_tokens[entry.seen :])
+            entry.seen += len(new)
+            started = output.lifespan[0] if output.lifespan[0] > 0 else None
+            if output.error is not None:
+                event = Event(new, "error", str(output.error), started)
+            elif output.is_finished():
+                last = output.generated_tokens[-1] if output.generated_tokens else -1
+                reason = end_of(last, entry.seen, entry.request.sampling, self._eos) or "length"
+                event = Event(new, reason, None, started)
+            elif new:
+                event = Event(new, started_s=started)
+            else:
+                return
+            self._deliver(output.request_id, event)
 
-    def _end(self, handle: str, event: Event) -> None:
+    def _deliver(self, handle: str, event: Event) -> bool:
+        """Deliver to a request that has not ended; return whether there was one."""
         with self._lock:
-            entry = self._open.pop(handle, None)
-        if entry is not None:
+            entry = self._open.get(handle)
+            if entry is None:
+                return False
+            if event.finish_reason is not None:
+                del self._open[handle]
             entry.deliver(event)
+        return True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -228,7 +242,7 @@ class ContinuousBatcher:
         if self._manager.is_running():
             self._manager.stop(block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
         for handle in list(self._open):
-            self._end(handle, Event((), "error", "the session was closed"))
+            self._deliver(handle, Event((), "error", "the session was closed"))
 
 
 class _Router:

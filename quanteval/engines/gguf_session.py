@@ -37,6 +37,8 @@ class Piece:
     error: str | None = None
     layers: Mapping[str, float] = field(default_factory=dict)
     cached_prompt_tokens: int | None = None
+    tokens: int | None = None
+    """Number of tokens where some ids are not told; None: that of `token_ids`."""
 
 
 Deliver = Callable[[Piece], None]
@@ -229,6 +231,7 @@ class InProcessSession:
                     piece.at_s,
                     generation.finish_reason,
                     piece.error,
+                    tokens=piece.tokens,
                     layers=piece.layers,
                     cached_prompt_tokens=piece.cached_prompt_tokens,
                 )

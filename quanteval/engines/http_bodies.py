@@ -162,6 +162,10 @@ class Bodies:
             body["ignore_eos"] = True
         return body
 
+    def top(self, k: int | None) -> int:
+        """Return how many of the most probable ids are asked for: none where ranks make them unnecessary."""
+        return (0 if self._can.ranks else 1) if k is None else k
+
     def scoring(self, token_ids: Sequence[int], k: int | None = None) -> dict[str, Any]:
         """Return the body that asks for log-probabilities of a prompt, with the `k` most probable ids."""
         can = self._can
@@ -171,7 +175,7 @@ class Bodies:
             )
         sampling = self._sampling(Sampling(max_tokens=can.score_tokens))
         body = {**self._base, "prompt": list(token_ids), **sampling}
-        top = (0 if can.ranks else 1) if k is None else k
+        top = self.top(k)
         if can.prompt_logprobs == "prompt_logprobs":
             return {**body, "prompt_logprobs": top, **self._extra}
         return {
@@ -238,13 +242,16 @@ class PromptScores:
 
 
 def prompt_scores(
-    answer: Mapping[str, Any], token_ids: Sequence[int], how: PromptLogprobs
+    answer: Mapping[str, Any], token_ids: Sequence[int], how: PromptLogprobs, k: int
 ) -> PromptScores:
-    """Read an answer's log-probabilities of its prompt. EngineError when they are missing or not of these ids."""
+    """Read an answer's log-probabilities of its prompt, asked for with the top `k`.
+
+    EngineError when they are missing or not of these ids.
+    """
     choices = answer.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else {}
     if how == "echo":
-        return _echoed(choice.get("logprobs"), token_ids)
+        return _echoed(choice.get("logprobs"), token_ids, k)
     entries = choice.get("prompt_logprobs")
     if entries is None:
         entries = answer.get("prompt_logprobs")
@@ -262,12 +269,12 @@ def prompt_scores(
         scores.logprobs.append(_logprob(own["logprob"]))
         scores.ranks.append(own.get("rank"))
         scores.tops.append({int(i): _logprob(e["logprob"]) for i, e in entry.items()})
-        others = scores.tops[-1].values() if len(entry) > 1 or own.get("rank") == 1 else ()
+        others = scores.tops[-1].values() if k else ()
         scores.best.append(max(others, default=float("inf")))
     return scores
 
 
-def _echoed(told: Any, token_ids: Sequence[int]) -> PromptScores:
+def _echoed(told: Any, token_ids: Sequence[int], k: int) -> PromptScores:
     if not isinstance(told, dict) or not isinstance(told.get("token_logprobs"), list):
         raise EngineError("the answer holds no logprobs of the echoed prompt")
     values, tokens = told["token_logprobs"], told.get("tokens") or []
@@ -295,7 +302,7 @@ def _echoed(told: Any, token_ids: Sequence[int]) -> PromptScores:
             if k.startswith(ID_PREFIX)
         }
         scores.tops.append(by_id)
-        others = map(_logprob, top.values()) if len(top) > 1 or top1[position] is None else ()
+        others = map(_logprob, top.values()) if k else ()
         scores.best.append(max(others, default=float("inf")))
     return scores
 

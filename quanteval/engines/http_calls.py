@@ -113,7 +113,7 @@ class Calls:
         except GoneError:
             raise
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            failure = str(self._wire.remote.explain(error))
+            failure = str(await self._wire.remote.explain(error))
         except (EngineError, UnsupportedError) as error:
             failure = str(error)
         yield self._clean(maker.end(clock(), failure))
@@ -133,6 +133,7 @@ class Calls:
             api=self._api,
             prompt_tokens=expected,
             reasoning_in_text=self._reasoning_in_text,
+            sent_s=time.perf_counter(),
         )
 
     async def score(self, request: ScoreRequest, k: int | None = None) -> PromptScores:
@@ -145,7 +146,8 @@ class Calls:
             )
         body = self._bodies.scoring(request.token_ids, k)
         answer = await self._wire.ask(body, "completions")
-        return prompt_scores(answer, request.token_ids, self._can.prompt_logprobs)
+        top = self._bodies.top(k)
+        return prompt_scores(answer, request.token_ids, self._can.prompt_logprobs, top)
 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:

@@ -66,11 +66,26 @@ def cached_tokens(usage: Mapping[str, Any]) -> int | None:
     return cached if isinstance(cached, int) else None
 
 
+def layers_of(usage: Mapping[str, Any] | None, metrics: Any) -> dict[str, float]:
+    """Return seconds by layer (see `RequestTrace.layers`): as our own server tells them in usage, or as vLLM does."""
+    told = (usage or {}).get("layers")
+    if isinstance(told, dict):
+        return {str(name): float(seconds) for name, seconds in told.items()}
+    names = {
+        "queue": "queue_time_ms",
+        "prefill": "time_to_first_token_ms",  # there from being scheduled on
+        "decode": "generation_time_ms",
+    }
+    found = {layer: (metrics or {}).get(name) for layer, name in names.items()}
+    return {layer: ms / 1000 for layer, ms in found.items() if isinstance(ms, int | float)}
+
+
 class ChunkMaker:
     """Follows the events of one answer.
 
     `prompt_tokens` is how many tokens the prompt must have on the server, None when that is known
-    without asking. Reasoning counts as tokens; its text is left out unless `reasoning_in_text`.
+    without asking; `sent_s` when it was sent, by the clock of the events' times. Reasoning counts as
+    tokens; its text is left out unless `reasoning_in_text`.
     """
 
     def __init__(
@@ -80,8 +95,11 @@ class ChunkMaker:
         api: Literal["completions", "chat"],
         prompt_tokens: int | None = None,
         reasoning_in_text: bool = False,
+        sent_s: float | None = None,
     ) -> None:
         self._encode = encode
+        self._sent_s = sent_s
+        self._first_s = 0.0
         self._is_chat = api == "chat"
         self._prompt_tokens = prompt_tokens
         self._reasoning_in_text = reasoning_in_text
@@ -120,7 +138,8 @@ class ChunkMaker:
         usage = body.get("usage")
         if usage:
             self._usage = usage
-            self._layers = usage.get("layers") or self._layers
+        if "metrics" in body or (usage and "layers" in usage):
+            self._layers = layers_of(usage, body.get("metrics"))
         choices = body.get("choices")
         return self._choice(choices[0], usage, at_s) if choices else None
 
@@ -138,18 +157,16 @@ class ChunkMaker:
         else:
             text, hidden = choice.get("text") or "", ""
         ids = choice.get("token_ids")
-        if ids is not None:
-            count = len(ids)
-            self.counted += count
-            if not count and not text:
-                return None
-            shown = hidden + text if self._reasoning_in_text else text
-            return Chunk(tuple(ids), at_s, text=shown)
-        count = self._count(choice.get("logprobs"), usage, text, hidden)
+        told = choice.get("logprobs")
+        count = self._count(told, usage, text, hidden) if ids is None else len(ids)
+        if not self.counted:
+            self._first_s = at_s
         self.counted += count
         if not count and not text:
             return None
         shown = hidden + text if self._reasoning_in_text else text
+        if ids is not None:
+            return Chunk(tuple(ids), at_s, text=shown)
         return Chunk((), at_s, tokens=count, text=shown)
 
     def _count(self, logprobs: Any, usage: Mapping[str, Any] | None, text: str, hidden: str) -> int:
@@ -198,8 +215,16 @@ class ChunkMaker:
             reason,
             tokens=unseen or None,
             cached_prompt_tokens=cached_tokens(self._usage),
-            layers=self._layers,
+            layers=self._with_network(),
         )
+
+    def _with_network(self) -> Mapping[str, float]:
+        """Return the layers, and as network what the server cannot account for before the first token."""
+        layers = self._layers
+        if self._sent_s is None or not self.counted or not layers.keys() >= {"queue", "prefill"}:
+            return layers
+        before = sum(layers.get(name, 0.0) for name in ("queue", "tokenize", "prefill"))
+        return {**layers, "network": max(self._first_s - self._sent_s - before, 0.0)}
 
     def _reconcile(self, reason: FinishReason) -> tuple[int, str | None]:
         """Hold the counts against the server's; return the tokens no event showed, and an error."""

@@ -21,8 +21,8 @@ from quanteval.engines.http_bodies import (
     PromptScores,
     prompt_scores,
 )
-from quanteval.engines.http_chunks import DONE
-from quanteval.engines.http_wire import API, RefusedError, Wire
+from quanteval.engines.http_chunks import DONE, error_text
+from quanteval.engines.http_wire import API, GoneError, RefusedError, Wire
 from quanteval.engines.sse import EventParser
 from quanteval.errors import ConfigError, EngineError
 from quanteval.interfaces import Tokenizer
@@ -34,7 +34,7 @@ NEUTRAL: tuple[dict[str, float], ...] = (
     {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
     {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
 )
-TOLERANCE = 0.3
+TOLERANCE = 0.5
 """Nats by which one token's log-probability may differ between two forwards in low precision."""
 MEDIAN_TOLERANCE = 0.1
 
@@ -111,11 +111,8 @@ class _Asker:
         """Find the prompt's form and which fields are taken."""
         plain = self._plain(api)
         can = Capabilities(token_id_prompts=api == "completions" and not text_only)
-        everything = [{"ignore_eos": True}, {"return_token_ids": True}, dict(NEUTRAL[0])]
-        form = self._form(api, can, plain)
-        body = {**form, "max_tokens": NEW_TOKENS}
-        for extra in everything:
-            body.update(extra)
+        everything = {"ignore_eos": True, "return_token_ids": True, **NEUTRAL[0]}
+        body = {**self._form(api, can, plain), "max_tokens": NEW_TOKENS, **everything}
         answer = await self._ask(body, api)
         if answer is not None and (not can.token_id_prompts or self._counts_ids(answer)):
             return self._seen(replace(can, ignore_eos=True, neutral=NEUTRAL[0]), answer)
@@ -210,12 +207,13 @@ class _Asker:
                 return None
             raise
         except (OSError, TimeoutError) as error:
-            raise self._wire.remote.explain(error) from error
+            raise await self._wire.remote.explain(error) from error
         try:
             events = [json.loads(data) for data in found]
         except ValueError:
             return None
-        return None if any("error" in event for event in events) else events
+        usable = all(isinstance(event, dict) and not error_text(event) for event in events)
+        return events if usable else None
 
     # ---- log-probabilities of prompts
 
@@ -234,6 +232,8 @@ class _Asker:
                     tried = replace(tried, ranks=False)
                     first = await self._score(tried, self._prompt.token_ids)
                 await self._prove(tried, first)
+            except GoneError:
+                raise
             except EngineError as error:
                 reasons.append(f"by {how}: {error}")
                 continue
@@ -247,7 +247,7 @@ class _Asker:
             self._base.get("model", ""), "completions", can, self._tokenizer, self._extra
         )
         answer = await self._wire.ask(bodies.scoring(token_ids, k), "completions")
-        scores = prompt_scores(answer, token_ids, can.prompt_logprobs)
+        scores = prompt_scores(answer, token_ids, can.prompt_logprobs, bodies.top(k))
         if can.prompt_logprobs == "echo":
             _check_echo(_first(answer)["logprobs"], self._tokenizer, token_ids)
         return scores
@@ -261,6 +261,8 @@ class _Asker:
         body = {"prompt": list(ids), "max_tokens": NEW_TOKENS, "logprobs": 1, **can.neutral}
         if can.return_token_ids:
             body["return_token_ids"] = True
+        if can.ignore_eos:
+            body["ignore_eos"] = True
         answer = await self._wire.ask({**self._base, **body, **self._extra}, "completions")
         choice = _first(answer)
         said = choice.get("token_ids")

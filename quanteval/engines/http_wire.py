@@ -25,6 +25,7 @@ from quanteval.errors import ConfigError, EngineError
 
 API = Literal["completions", "chat"]
 PATHS: dict[str, str] = {"completions": "/completions", "chat": "/chat/completions"}
+NOTICE_S = 0.3
 KEEP_ALIVE_S = 4.0
 """Shorter than the five seconds after which common servers close idle connections."""
 
@@ -81,8 +82,15 @@ class Remote:
         reason = self.alive() if self.alive is not None else None
         return f": {reason}" if reason else ""
 
-    def explain(self, error: BaseException) -> EngineError:
-        """Return what a failed exchange means."""
+    async def explain(self, error: BaseException) -> EngineError:
+        """Return what a failed exchange means; a process that has just died is given a moment to be noticed."""
+        if self.alive is not None and not isinstance(error, EngineError | TimeoutError):
+            deadline = perf_counter() + NOTICE_S
+            while not self.alive() and perf_counter() < deadline:
+                await asyncio.sleep(0.02)
+        return self._meaning(error)
+
+    def _meaning(self, error: BaseException) -> EngineError:
         if isinstance(error, EngineError):
             return error
         if isinstance(error, aiohttp.ClientConnectorError | ConnectionRefusedError):
@@ -232,9 +240,9 @@ class Wire:
             except aiohttp.ServerDisconnectedError as error:
                 # A kept connection that the server closed meanwhile: nothing was read of the answer.
                 if attempt == 2 or self.remote.why_dead():
-                    raise self.remote.explain(error) from error
+                    raise await self.remote.explain(error) from error
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise self.remote.explain(error) from error
+                raise await self.remote.explain(error) from error
         raise AssertionError("unreachable")
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> RefusedError:
@@ -265,13 +273,13 @@ class Wire:
                     raise await self._refusal(response)
                 return bytes(await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.remote.explain(error) from error
+            raise await self.remote.explain(error) from error
 
     async def _json(self, response: aiohttp.ClientResponse) -> dict[str, Any]:
         try:
             raw = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.remote.explain(error) from error
+            raise await self.remote.explain(error) from error
         try:
             answer = json.loads(raw)
         except ValueError:

@@ -8,9 +8,10 @@ is None, with the reason. `pynvml` is imported when a sampler is opened, and may
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -79,15 +80,20 @@ class Sampler:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self.sample = self.read()
+        if self._begin is not None:
+            self._quietly(self._nvml.nvmlGpmSampleFree, self._begin)
+        self._quietly(self._nvml.nvmlShutdown)
+
+    def read(self) -> UtilizationSample:
+        """Return what was seen since the beginning; inside the block."""
+        if self._handle is None:
+            return self.sample
         self._read()
         try:
-            self.sample = self._summary()
+            return self._summary()
         except Exception as failure:
-            self.sample = nothing(f"NVML: {_line(failure)}")
-        finally:
-            if self._begin is not None:
-                self._quietly(self._nvml.nvmlGpmSampleFree, self._begin)
-            self._quietly(self._nvml.nvmlShutdown)
+            return nothing(f"NVML: {_line(failure)}")
 
     # ---- readings
 
@@ -162,6 +168,13 @@ class Sampler:
             if not ok:
                 missing.append(f"{field} (NVML error {asked.metrics[i].nvmlReturn})")
         return shares, f"not told: {', '.join(missing)}" if missing else ""
+
+
+@contextlib.contextmanager
+def watch_device(index: int = 0) -> Iterator[Callable[[], UtilizationSample]]:
+    """Watch a device while the block runs; what is yielded tells, once, at the block's end, what it did."""
+    with Sampler(index) as sampler:
+        yield sampler.read
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

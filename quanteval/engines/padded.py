@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -74,9 +75,8 @@ class PaddedBatcher:
         return handle
 
     def cancel(self, handle: str) -> None:
-        """Forget a request; its row leaves the batch before the next step."""
-        with self._changed:
-            self._open.pop(handle, None)
+        """End a request; its row leaves the batch before the next step."""
+        self._deliver(handle, Event((), "cancelled"))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -95,13 +95,11 @@ class PaddedBatcher:
         """End after the running step; requests still open get an error."""
         with self._changed:
             self._closed = True
-            left = list(self._open.values())
-            self._open.clear()
             self._waiting.clear()
             self._changed.notify_all()
         self._thread.join(CLOSE_TIMEOUT_S)
-        for entry in left:
-            entry.deliver(Event((), "error", "the session was closed"))
+        for handle in list(self._open):
+            self._deliver(handle, Event((), "error", "the session was closed"))
 
     # ---- the computing thread
 
@@ -155,6 +153,9 @@ class PaddedBatcher:
         if batch.live:
             batch.drop(self._choose(batch.live, batch.advance()))
         if new:
+            for row in new:
+                # A row that gave way has begun before.
+                row.started_s = row.started_s or time.perf_counter()
             first, logits = batch.begin(new)
             first.drop(self._choose(new, logits))
             batch.join(first)
@@ -171,23 +172,31 @@ class PaddedBatcher:
         ended = []
         for i, row in enumerate(rows):
             if not finite[i]:
-                event = Event((), "error", "the model returned NaN or infinite logits")
+                event = Event(
+                    (), "error", "the model returned NaN or infinite logits", row.started_s
+                )
             else:
                 sampling = row.request.sampling
                 token = likely[i] if sampling.temperature <= 0 else row.chooser(logits[i])
                 row.written.append(token)
-                event = Event((token,), end_of(token, len(row.written), sampling, self._eos))
+                reason = end_of(token, len(row.written), sampling, self._eos)
+                event = Event((token,), reason, started_s=row.started_s)
             if not self._emit(row, event):
                 ended.append(row)
         return ended
 
     def _emit(self, row: Row, event: Event) -> bool:
         """Deliver unless cancelled; return whether the request goes on."""
+        return self._deliver(row.handle, event) and event.finish_reason is None
+
+    def _deliver(self, handle: str, event: Event) -> bool:
+        """Deliver to a request that has not ended; return whether there was one."""
+        # The lock is held meanwhile, so that nothing comes after an end.
         with self._changed:
-            entry = self._open.get(row.handle)
-            if entry is not None and event.finish_reason is not None:
-                del self._open[row.handle]
-        if entry is None:
-            return False
-        entry.deliver(event)
-        return event.finish_reason is None
+            entry = self._open.get(handle)
+            if entry is None:
+                return False
+            if event.finish_reason is not None:
+                del self._open[handle]
+            entry.deliver(event)
+        return True

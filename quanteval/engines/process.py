@@ -142,7 +142,7 @@ class ServerProcess:
         except BaseException:
             self.stop()
             raise
-        if self._death:
+        if not self._pid:
             reason = self._death
             self.stop()
             raise EngineError(f'"{self._command[0]}" {reason}')

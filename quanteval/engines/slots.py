@@ -25,6 +25,8 @@ class Row:
         self.request = request
         self.chooser = _Chooser(request.sampling)
         self.written: list[int] = []
+        self.started_s: float | None = None
+        """`time.perf_counter()` at which its prompt was first read."""
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -5,15 +5,18 @@ Scoring is `scoring.Scorer`'s; generation goes through the batchers of `batching
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from quanteval.engines import census
 from quanteval.engines import memory as accounting
 from quanteval.engines.batching import Batcher, ContinuousBatcher, Event
+from quanteval.engines.generation import Generation
 from quanteval.engines.padded import PaddedBatcher
 from quanteval.engines.scoring import Head, Scorer
 from quanteval.engines.tokenizer import HFTokenizer
@@ -27,7 +30,7 @@ from quanteval.interfaces import (
     ScoreRequest,
     TokenLogprobs,
 )
-from quanteval.records import Effective, FinishReason, MemoryUse
+from quanteval.records import Effective, MemoryUse
 
 PROBE_TOKENS = 256
 
@@ -62,6 +65,7 @@ class Batchers:
         self._eos = eos
         self.greedy: Batcher = self._make_greedy()
         self._sampled: Batcher | None = None
+        self._lock = threading.Lock()
 
     def _make_greedy(self) -> Batcher:
         limits = self._limits
@@ -98,9 +102,16 @@ class Batchers:
         """Return the batcher that takes this request."""
         if request.sampling.temperature <= 0 or isinstance(self.greedy, PaddedBatcher):
             return self.greedy
-        if self._sampled is None:
-            self._sampled = self._padded("sampled requests")
-        return self._sampled
+        with self._lock:
+            if self._sampled is None:
+                self._sampled = self._padded("sampled requests")
+            return self._sampled
+
+    @property
+    def kv_cache(self) -> tuple[int, int]:
+        """Bytes of all KV caches, and the tokens that they hold."""
+        made = [self.greedy] if self._sampled is None else [self.greedy, self._sampled]
+        return sum(b.kv_cache_bytes for b in made), sum(b.kv_cache_tokens for b in made)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -116,47 +127,6 @@ class Batchers:
         self.greedy.close()
         if self._sampled is not None:
             self._sampled.close()
-
-
-class _Generation:
-    """Follows one request: its tokens, its text where stop strings matter, and its end."""
-
-    def __init__(self, session: TransformersSession, request: Request) -> None:
-        self._decode = session.tokenizer.decode
-        self._request = request
-        self.started = time.perf_counter()
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.error: str | None = None
-        self.text_end: int | None = None
-
-    def take(self, event: Event) -> bool:
-        """Add an event; return whether a stop string ended the request just now."""
-        self.token_ids.extend(event.token_ids)
-        self.error = event.error
-        self.finish_reason = event.finish_reason
-        stops = self._request.sampling.stop
-        if not stops or not event.token_ids:
-            return False
-        text = self._decode(self.token_ids)
-        ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-        if not ends:
-            return False
-        self.text_end = min(ends)
-        hit_early = self.finish_reason is None
-        self.finish_reason = "stop"
-        return hit_early
-
-    def completion(self) -> Completion:
-        failed = self.finish_reason in ("error", "cancelled")
-        return Completion(
-            request_id=self._request.request_id,
-            text="" if failed else self._decode(self.token_ids)[: self.text_end],
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.finish_reason or "error",
-            error=self.error,
-            elapsed_s=time.perf_counter() - self.started,
-        )
 
 
 class TransformersSession:
@@ -217,7 +187,7 @@ class TransformersSession:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Keep the batcher full and yield completions as they finish."""
         events: queue.Queue[tuple[str, Event]] = queue.Queue()
-        running: dict[str, tuple[Batcher, str, _Generation]] = {}
+        running: dict[str, tuple[Batcher, str, Generation]] = {}
         window = 2 * self._limits.max_batch_rows
         source = iter(requests)
         exhausted = False
@@ -240,7 +210,7 @@ class TransformersSession:
                 if request_id not in running:
                     continue
                 batcher, handle, generation = running[request_id]
-                if generation.take(event):
+                if generation.take(event, time.perf_counter()):
                     batcher.cancel(handle)
                 if generation.finish_reason is not None:
                     del running[request_id]
@@ -251,9 +221,9 @@ class TransformersSession:
 
     def _start(
         self, request: Request, events: queue.Queue[tuple[str, Event]]
-    ) -> tuple[Batcher, str, _Generation]:
+    ) -> tuple[Batcher, str, Generation]:
         batcher = self._batchers.for_request(request)
-        generation = _Generation(self, request)
+        generation = Generation(self._tokenizer.decode, request)
         request_id = request.request_id
         handle = batcher.submit(request, lambda event: events.put((request_id, event)))
         return batcher, handle, generation
@@ -263,15 +233,35 @@ class TransformersSession:
         if refusal := self._refusal(request):
             yield Chunk((), time.perf_counter(), "error", refusal)
             return
-        arrivals: queue.Queue[tuple[float, Event]] = queue.Queue()
+        arrivals: queue.Queue[tuple[Event, float]] = queue.Queue()
         batcher = self._batchers.for_request(request)
-        generation = _Generation(self, request)
-        handle = batcher.submit(request, lambda event: arrivals.put((time.perf_counter(), event)))
+        generation = Generation(self._tokenizer.decode, request)
+        handle = batcher.submit(request, lambda event: arrivals.put((event, time.perf_counter())))
         try:
             while generation.finish_reason is None:
-                at_s, event = arrivals.get()
-                generation.take(event)
-                yield Chunk(event.token_ids, at_s, generation.finish_reason, event.error)
+                yield generation.chunk(*arrivals.get())
+        finally:
+            batcher.cancel(handle)
+
+    async def astream(self, request: Request) -> AsyncIterator[Chunk]:
+        """As `stream`, on an event loop and without a thread of its own."""
+        if refusal := self._refusal(request):
+            yield Chunk((), time.perf_counter(), "error", refusal)
+            return
+        loop = asyncio.get_running_loop()
+        arrivals: asyncio.Queue[tuple[Event, float]] = asyncio.Queue()
+
+        def deliver(event: Event) -> None:
+            # A loop that has been closed meanwhile has nobody waiting, and must not end the others' batch.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(arrivals.put_nowait, (event, time.perf_counter()))
+
+        batcher = self._batchers.for_request(request)
+        generation = Generation(self._tokenizer.decode, request)
+        handle = batcher.submit(request, deliver)
+        try:
+            while generation.finish_reason is None:
+                yield generation.chunk(*await arrivals.get())
         finally:
             batcher.cancel(handle)
 
@@ -376,13 +366,13 @@ class TransformersSession:
         if self._activation is None:
             self._activation = self._measure_activation()
         element = next(p for p in self._model.parameters() if p.is_floating_point()).element_size()
-        batcher = self._batchers.greedy
+        kv_bytes, kv_tokens = self._batchers.kv_cache
         return accounting.measure(
             device=self._limits.device,
             before_load_bytes=self._before_load_bytes,
             weights_bytes=sum(census.model_dtype_bytes(self._model).values()),
-            kv_cache_bytes=batcher.kv_cache_bytes,
-            kv_cache_tokens=batcher.kv_cache_tokens,
+            kv_cache_bytes=kv_bytes,
+            kv_cache_tokens=kv_tokens,
             kv_formula=accounting.kv_bytes_per_token(self._model.config, element),
             activation=self._activation,
         )

@@ -7,11 +7,11 @@ builds an environment that serves on a CPU.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import secrets
 import shutil
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -174,28 +174,36 @@ class VLLMEngine:
         """Start a server, wait until it is healthy and yield a session on it; end it and its children on exit."""
         from quanteval.engines.http_wire import Remote
         from quanteval.engines.tokenizer import HFTokenizer
-        from quanteval.engines.vllm_session import Served, VLLMSession
+        from quanteval.engines.vllm_session import Served, VLLMSession, block_tokens
 
         self.check(artifact)
         folder = Path(artifact.path)
         port, name = free_port(), f"quanteval-{secrets.token_hex(4)}"
         place = Path(tempfile.mkdtemp(prefix="quanteval-vllm-"))
-        keep_log = True
-        process = ServerProcess(
-            self.command(artifact, port, name), place / "server.log", self.environment()
-        )
+        log = place / "server.log"
+        process = ServerProcess(self.command(artifact, port, name), log, self.environment())
+
+        def alive() -> str | None:
+            reason = process.alive()
+            return f"{reason} (log: {log})" if reason else None
+
+        keep_log = False
         try:
             with process:
-                before_load = _wait(process, port, self.start_timeout_s)
-                tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)
-                remote = Remote(
-                    base_url=f"http://127.0.0.1:{port}/v1", model=name, alive=process.alive
-                )
-                served = Served(self, artifact, process, before_load)
-                with VLLMSession(remote, tokenizer, served) as session:
-                    yield session
-                keep_log = process.alive() is not None
+                try:
+                    keep_log = True
+                    before_load = _wait(process, port, self.start_timeout_s)
+                    keep_log = False
+                    tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)
+                    remote = Remote(base_url=f"http://127.0.0.1:{port}/v1", model=name, alive=alive)
+                    block = block_tokens(_get(port, "/metrics") or "")
+                    served = Served(self, artifact, process, before_load, block)
+                    with VLLMSession(remote, tokenizer, served) as session:
+                        yield session
+                finally:
+                    keep_log = keep_log or process.alive() is not None
         finally:
+            # The log of a server that died is named in the error, and stays.
             if not keep_log:
                 shutil.rmtree(place, ignore_errors=True)
 
@@ -215,10 +223,15 @@ def _wait(process: ServerProcess, port: int, timeout_s: float) -> int:
 
 
 def _is_healthy(port: int) -> bool:
+    return _get(port, "/health") is not None
+
+
+def _get(port: int, path: str) -> str | None:
+    """Return what the server on this machine answers, None when it does not or refuses."""
     # No proxy: the address is this machine's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"http://127.0.0.1:{port}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+        with opener.open(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return str(response.read().decode("utf-8", "replace"))
+    except (OSError, http.client.HTTPException):
+        return None

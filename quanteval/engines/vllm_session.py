@@ -6,6 +6,7 @@ kernel's view of the process tree. `vllm` starts and ends the server.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,15 @@ ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Served:
-    """A server that is up, and what was resident in its processes just before the weights were loaded."""
+    """A server that is up."""
 
     engine: VLLMEngine
     artifact: Artifact
     process: ServerProcess
     before_load_bytes: int
+    """Resident in its processes just before the weights were loaded; 0 when that moment was missed."""
+    block_tokens: int | None = None
+    """Tokens of one block of its KV cache, where it tells."""
 
 
 class VLLMSession(HTTPSession):
@@ -50,7 +54,7 @@ class VLLMSession(HTTPSession):
             remote,
             tokenizer,
             max_in_flight=served.engine.max_in_flight,
-            batch_policy=policy_line(self.facts, served.engine),
+            batch_policy=policy_line(self.facts, served.engine, served.block_tokens),
             describe=self._read_back,
             memory=self._measure,
         )
@@ -93,16 +97,23 @@ class VLLMSession(HTTPSession):
         )
 
 
-def policy_line(facts: VLLMFacts, engine: VLLMEngine) -> str:
+def policy_line(facts: VLLMFacts, engine: VLLMEngine, block: int | None = None) -> str:
     """Return how vLLM batches, in one line that is the same for every variant served with the same settings."""
     tokens = facts.max_num_batched_tokens or engine.max_num_batched_tokens
     parts = [
         f"vLLM {facts.version or 'of unknown version'} continuous, at most {engine.max_num_seqs} rows"
     ]
     parts += [f"{tokens} tokens a step"] if tokens else []
+    parts += [f"blocks of {block}"] if block else []
     parts.append("chunked prefill" if facts.chunked_prefill else "whole prefill")
     parts.append("prefix cache" if facts.prefix_caching else "no prefix cache")
     return ", ".join(parts)
+
+
+def block_tokens(page: str) -> int | None:
+    """Return the tokens of one KV-cache block, from a metrics page; None when it does not tell."""
+    match = re.search(r'^vllm:cache_config_info\{(?:.*,)?block_size="(\d+)"', page, re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def own_metrics(text: str) -> dict[str, float]:
@@ -111,6 +122,7 @@ def own_metrics(text: str) -> dict[str, float]:
         name: value
         for name, value in parse(text, buckets=True).items()
         if name.startswith("vllm:")
+        and "_info{" not in name
         and ("_bucket{" not in name or any(kept in name for kept in KEPT_BUCKETS))
     }
 

@@ -76,18 +76,30 @@ def device_of(variant: VariantEvidence) -> str:
     return str(cpu) if device in ("", "cpu") and cpu else device
 
 
-def capacities(variants: Sequence[VariantEvidence], baseline: str | None = None) -> list[Statement]:
-    """Return a statement for each variant that was served, ratios to the baseline's."""
-    found = [statement(v) for v in variants if v.result.status == "ok" or v.traces]
+def capacities(
+    variants: Sequence[VariantEvidence],
+    baseline: str | None = None,
+    loads: Mapping[str, Sequence[Load]] | None = None,
+) -> list[Statement]:
+    """Return a statement for each variant that was served, ratios to the baseline's.
+
+    `loads` are the variants' load points by name, where they are known already.
+    """
+    found = [
+        statement(v, (loads or {}).get(v.name))
+        for v in variants
+        if v.result.status == "ok" or v.traces
+    ]
     name = baseline or next((v.name for v in variants if v.result.is_baseline), None)
     base = next((one for one in found if one.variant == name), None)
     return [one if base is None or one is base else with_ratio(one, base) for one in found]
 
 
-def statement(variant: VariantEvidence) -> Statement:
+def statement(variant: VariantEvidence, loads: Sequence[Load] | None = None) -> Statement:
     """Return what one variant serves."""
     slo = slo_of(variant)
-    loads = loads_of(variant.traces, variant.load_points, slo)
+    if loads is None:
+        loads = loads_of(variant.traces, variant.load_points, slo)
     nothing = Statement(
         variant.name, device_of(variant), "", "", None, False, None, 0, None, None,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from quanteval.comparability import differences
 from quanteval.evidence import VariantEvidence
@@ -26,7 +26,7 @@ from quanteval.metrics.drift_bands import (
 )
 from quanteval.metrics.latency import tokens_in
 from quanteval.metrics.load import Load, loads_of
-from quanteval.records import RequestTrace
+from quanteval.records import Artifact, RequestTrace
 
 ALPHA = 0.05
 QUANTILES = (0.5, 0.95, 0.99)
@@ -100,7 +100,7 @@ class DriftReport:
 
     @property
     def exit_code(self) -> int:
-        """0 nothing drifted; 3 something did; 4 something is missing or nothing could be judged; 5 unlike conditions."""
+        """0 nothing drifted, 3 something did, 4 something is missing or nothing was judged, 5 unlike conditions."""
         if self.conditions:
             return 5
         if self.drifted:
@@ -152,15 +152,19 @@ def unlike(stored: VariantEvidence, fresh: VariantEvidence) -> tuple[str, ...]:
         text for _, text in differences(stored.result.comparable, fresh.result.comparable)
     ]  # fmt: skip
     if stored.artifact is not None and fresh.artifact is not None:
-        scheme = [
-            {"scheme": one.scheme, "scheme_config": one.scheme_config, "weights": one.weights_digest}
-            for one in (stored.artifact, fresh.artifact)
-        ]  # fmt: skip
-        found += [text for _, text in differences(*scheme)]
+        found += [text for _, text in differences(_built(stored.artifact), _built(fresh.artifact))]
     for side in (stored, fresh):
         if not side.result.comparable:
             found.append(f"the conditions of {side.name} were not recorded")
     return tuple(found)
+
+
+def _built(artifact: Artifact) -> dict[str, Any]:
+    return {
+        "scheme": artifact.scheme,
+        "scheme_config": artifact.scheme_config,
+        "weights": artifact.weights_digest,
+    }
 
 
 def _missing(stored: VariantEvidence, fresh: VariantEvidence) -> list[DriftRow]:
@@ -207,11 +211,15 @@ def _row(metric: Metric, change: Change) -> DriftRow:
     if change.value is None or math.isnan(change.value):
         return row
     low, high = _band(change, metric.smallest)
+    if metric.unit == "share":
+        low, high = max(low, 0.0), min(high, 1.0)
     row = replace(row, band=(low, high))
     if not change.has_interval and change.reason:
         return row
     if math.isinf(low) and math.isinf(high):
-        return replace(row, reason=row.reason or "too little was measured for an interval")
+        return replace(
+            row, band=None, reason=row.reason or "too little was measured for an interval"
+        )
     lower = change.value if change.lower is None else change.lower
     upper = change.value if change.upper is None else change.upper
     if lower <= 0 <= upper or abs(change.value) <= metric.smallest:

@@ -22,6 +22,8 @@ from quanteval.metrics.load import Load, Run
 from quanteval.metrics.quality import SUMMED, metrics_of
 from quanteval.records import RequestTrace
 from quanteval.stats import (
+    RatioBounds,
+    clustered_quantile,
     clustered_ratio,
     quantile_ratio,
     score_interval,
@@ -71,7 +73,7 @@ def quantile_change(a: Load, b: Load, kind: str, q: float, level: float) -> Chan
 
     The wider, on each side, of two intervals of the ratio: order statistics over requests, as many as are worth
     independent ones (`worth`), and, from two runs of each on, Welch's t on the logarithms of the runs' own quantiles.
-    Gaps within a request depend on each other, so an ITL has the second alone.
+    Gaps within a request depend on each other, so an ITL has Woodruff's interval with requests as clusters first.
     """
     sides = [[_values(run, kind) for run in load.runs] for load in (a, b)]
     sides = [[run for run in side if run] for side in sides]
@@ -83,19 +85,19 @@ def quantile_change(a: Load, b: Load, kind: str, q: float, level: float) -> Chan
     if min(*pooled[0], *pooled[1]) <= 0:
         return _nothing(n, units, "a latency is not positive")
     seen = [float(np.quantile(side, q)) for side in pooled]
-    bounds, methods = [], []
-    if kind != "itl":
+    bounds: list[RatioBounds] = []
+    if kind == "itl":
+        bounds.append(_gap_ratio(a, b, q, level))
+        methods = ["Woodruff's interval over requests"]
+    else:
         worth_of = [_thinned(side, q) for side in sides]
         bounds.append(quantile_ratio(worth_of[0], worth_of[1], q, level))
-        methods.append("order statistics over requests")
+        methods = ["order statistics over requests"]
     if min(map(len, sides)) >= 2:
         own = [[float(np.quantile(run, q)) for run in side] for side in sides]
         bounds.append(throughput_ratio(own[0], own[1], level))
         methods.append("Welch's t over runs")
     value = seen[1] / seen[0] - 1
-    if not bounds:
-        why = "one run a side has no noise to tell, since gaps depend on each other"
-        return Change(seen[0], seen[1], value, True, None, None, n, units, "none", why)
     lower = min(value, *(bound.lower - 1 for bound in bounds))
     upper = max(value, *(bound.upper - 1 for bound in bounds))
     return Change(
@@ -109,6 +111,29 @@ def _values(run: Run, kind: str) -> list[float]:
         return [gap for trace in good for gap in itl_s(trace)]
     of = LATENCIES[kind]
     return [value for trace in good if (value := of(trace)) is not None]
+
+
+def _gap_ratio(a: Load, b: Load, q: float, level: float) -> RatioBounds:
+    """Return the ratio of two quantiles over gaps; bounds joined as `quantile_ratio` does, 0 and inf for none."""
+    sides = [
+        [gaps for run in load.runs for t in run.steady if ended_well(t) and (gaps := itl_s(t))]
+        for load in (a, b)
+    ]
+    n = (len(sides[0]), len(sides[1]))
+    if min(n) < 2:
+        return RatioBounds(1.0, 0.0, math.inf, level, *n)
+    x, y = (clustered_quantile(side, q, level) for side in sides)
+    ratio = y.estimate / x.estimate
+    down, up = 0.0, math.inf
+    if y.lower > 0 and math.isfinite(x.upper):
+        down = ratio * math.exp(
+            -math.hypot(math.log(y.estimate / y.lower), math.log(x.upper / x.estimate))
+        )
+    if x.lower > 0 and math.isfinite(y.upper):
+        up = ratio * math.exp(
+            math.hypot(math.log(y.upper / y.estimate), math.log(x.estimate / x.lower))
+        )
+    return RatioBounds(ratio, down, up, level, *n)
 
 
 def _thinned(runs: Sequence[Sequence[float]], q: float) -> NDArray[np.float64]:

@@ -73,7 +73,7 @@ def judge_term(load: Load, term: Term) -> Judged:
     effect is the larger of that of the misses and that of exceeding the sample's 90 % quantile: few misses tell
     little about how they cluster. Failed requests miss.
     """
-    allowed = 1 - term.q
+    allowed = round(1 - term.q, 12)
     groups = [[term.misses(trace) for trace in run.steady] for run in load.runs]
     counts = [np.asarray(group, dtype=float) for group in groups if group]
     if not counts or sum(float(c[:, 1].sum()) for c in counts) == 0:
@@ -191,8 +191,10 @@ def knee(loads: Sequence[Load], tolerance: float = TOLERANCE) -> Break:
     least squares of relative errors, no falling slope), and the load has left the range when its median exceeds the
     line by more than `tolerance` and the next load's does so too; then so has every higher one, and every
     over-saturated one. Fitting an octave behind keeps a slow bend from being taken for the line. This is
-    one-step-ahead prediction by recursive regression (Brown, Durbin and Evans, JRSS B 37, 1975). Whether a load left the range is sure when it did, or did not, in all but ALPHA
-    of REPLICATES bootstrap samples of whole blocks (Kuensch, Annals of Statistics 17, 1989), lines refitted.
+    one-step-ahead prediction by recursive regression (Brown, Durbin and Evans, JRSS B 37, 1975). Whether a load left
+    the range is sure when it did, or did not, in all but ALPHA of REPLICATES bootstrap samples of whole blocks
+    (Kuensch, Annals of Statistics 17, 1989), lines refitted. Loads with too few below them for a line count as
+    inside, and are never sure.
     """
     points = usable(loads)
     medians = np.asarray([_median(load) for load in points])
@@ -212,7 +214,9 @@ def knee(loads: Sequence[Load], tolerance: float = TOLERANCE) -> Break:
         Judged(
             load=load.load,
             holds=not outside[0, i],
-            sure=bool(share[i] >= 1 - ALPHA if outside[0, i] else share[i] <= ALPHA),
+            sure=_sure(
+                bool(outside[0, i]), float(share[i]), bool(saturated[i]), float(ratio[0, i])
+            ),
             value=math.inf if saturated[i] else float(ratio[0, i]),
             n=load.all.e2e.n,
             text=load.over_saturated or _knee_text(float(ratio[0, i]), tolerance),
@@ -220,6 +224,12 @@ def knee(loads: Sequence[Load], tolerance: float = TOLERANCE) -> Break:
         for i, load in enumerate(points)
     ]
     return find_break(KNEE, judged)
+
+
+def _sure(outside: bool, share: float, saturated: bool, ratio: float) -> bool:
+    if outside:
+        return saturated or share >= 1 - ALPHA
+    return ratio > 0 and share <= ALPHA
 
 
 def _knee_text(ratio: float, tolerance: float) -> str:

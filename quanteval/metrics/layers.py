@@ -88,7 +88,7 @@ def from_requests(name: str, group: Sequence[RequestTrace]) -> Breakdown | None:
         return None
     total = math.fsum(e2e_s(trace) for trace in steady)
     names = dict.fromkeys(layer for layer in LAYERS if any(layer in _layers(t) for t in steady))
-    names.update(dict.fromkeys(layer for trace in steady for layer in trace.layers))
+    names.update(dict.fromkeys(layer for trace in steady for layer in _known(trace)))
     times = [
         _time(layer, [_layers(trace)[layer] for trace in steady if layer in _layers(trace)], total)
         for layer in names

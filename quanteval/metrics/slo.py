@@ -78,10 +78,10 @@ class Slo:
                 if found is None or float(found[1]) <= 0:
                     raise ValueError(f'slo.{metric} "{key}" must be a percentile such as p99')
                 _check_limit(f"slo.{metric}.{key}", limit)
-        for metric, limit in self.per_request.items():
-            if metric not in METRICS or metric == "itl":
-                raise ValueError(f'slo.per_request "{metric}" must be ttft, tpot or e2e')
-            _check_limit(f"slo.per_request.{metric}", limit)
+        for name, limit in self.per_request.items():
+            if name not in METRICS or name == "itl":
+                raise ValueError(f'slo.per_request "{name}" must be ttft, tpot or e2e')
+            _check_limit(f"slo.per_request.{name}", limit)
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -96,8 +96,10 @@ class Slo:
     @property
     def limits(self) -> dict[str, float]:
         """What one request must meet, in seconds by metric."""
-        highest = {term.metric: term.limit_s for term in self.terms if term.metric != "itl"}
-        return {**highest, **{str(k): float(v) for k, v in self.per_request.items()}}
+        highest: dict[str, float] = {
+            term.metric: term.limit_s for term in self.terms if term.metric != "itl"
+        }
+        return {**highest, **{name: float(limit) for name, limit in self.per_request.items()}}
 
     @property
     def text(self) -> str:

@@ -28,13 +28,19 @@ NOTES = (
 )
 
 
-def capacity_sheet(found: Sequence[Statement]) -> Sheet:
-    """Return a row and a sentence a variant; empty when no variant had its load raised."""
+def capacity_sheet(found: Sequence[Statement], timing: str = "") -> Sheet:
+    """Return a row and a sentence a variant; empty when no variant had its load raised.
+
+    `timing` says how the variants' timings were taken: ratios of what did not take turns are marked.
+    """
     if all(one.reason == "not measured: no search stage" for one in found):
         found = ()
     rows = tuple(_row(one) for one in found)
     statements = tuple(capacity_sentence(one) for one in found)
-    return Sheet("capacity", "Capacity", FIELDS, rows, statements, NOTES)
+    notes: tuple[str, ...] = NOTES
+    if timing.startswith("indicative") and any(one.ratio is not None for one in found):
+        notes = (*NOTES, f"Ratios are {timing}.")
+    return Sheet("capacity", "Capacity", FIELDS, rows, statements, notes)
 
 
 def _row(one: Statement) -> dict[str, Cell]:

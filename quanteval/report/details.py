@@ -1,4 +1,4 @@
-"""What the main table leaves out: every load point and prompt-length bucket, cold start, memory by part."""
+"""What the main table leaves out: load points and buckets, the knee, capacity, memory by part, utilization, a soak."""
 
 from __future__ import annotations
 
@@ -6,44 +6,65 @@ from collections.abc import Sequence
 
 from quanteval.evidence import VariantEvidence
 from quanteval.metrics.latency import Distribution, LoadPointSummary, cold_start_s, summarize
-from quanteval.report.text import markdown, megabytes, milliseconds, number
+from quanteval.report.load import load_markdown, load_sheets
+from quanteval.report.memory import fit_sheet, memory_sheet
+from quanteval.report.sheet import sheets_markdown, sheets_text
+from quanteval.report.text import markdown, milliseconds, number
+from quanteval.report.trend import trend_sheets
+from quanteval.report.utilization import device_sheet, utilization_sheet
 
 LATENCY_HEAD = (
     "variant", "load point", "prompt tokens", "requests", "failed",
     "TTFT p50/p95/p99 ms", "ITL p50/p95/p99 ms", "TPOT p50/p95/p99 ms", "requests/s", "output tok/s",
 )  # fmt: skip
-MEMORY_HEAD = (
-    "variant", "before load", "weights", "KV cache", "activations", "unaccounted", "peak while serving",
-    "KV bytes/token formula", "KV bytes/token measured", "peaks by phase",
-)  # fmt: skip
 
 
-def details_markdown(variants: Sequence[VariantEvidence]) -> str:
-    """Return the sections on latency and memory as Markdown; '' when neither was measured."""
-    parts = []
-    latency = [row for variant in variants for row in latency_rows(variant)]
-    if latency:
-        parts.append(
-            _section(
-                "Latency and throughput by load point and prompt length", LATENCY_HEAD, latency
-            )
-        )
-        cold = [(v.name, c) for v in variants if (c := cold_start_s(v.traces)) is not None]
-        starts = ", ".join(f"{markdown(name)} {milliseconds(value)} ms" for name, value in cold)
-        parts.append(
-            "A quantile in brackets has too few requests for its 95 % upper bound. Rates are those of the time in "
-            "which all slots were full; a bucket has none of its own.\n"
-            f"Cold start (TTFT of the very first request, not in any figure above): {starts or 'not measured'}.\n"
-        )
-    memory = [memory_row(variant) for variant in variants if variant.memory is not None]
-    if memory:
-        parts.append(_section("Memory by part, MB (10^6 bytes)", MEMORY_HEAD, memory))
-        parts.append(
-            "before load + weights + KV cache + activations + unaccounted = peak while serving. Before load is the "
-            "interpreter with its libraries; unaccounted is mostly the allocator's, the tokenizer's and libraries' "
-            "own. Peaks by phase include what scoring a task needs beyond serving.\n"
-        )
-    return "\n".join(parts)
+def details_markdown(variants: Sequence[VariantEvidence], baseline: str | None = None) -> str:
+    """Return the sections on latency, load, memory and utilization as Markdown; '' when nothing was measured."""
+    measured = any(variant.load_points for variant in variants)
+    parts = [load_markdown(variants, baseline) if measured else _latency(variants), _cold(variants)]
+    sheets = (
+        memory_sheet(variants),
+        fit_sheet(variants),
+        utilization_sheet(variants),
+        device_sheet(variants),
+        *trend_sheets(variants),
+    )
+    parts.append(sheets_markdown(sheets))
+    return "\n".join(part for part in parts if part)
+
+
+def details_text(variants: Sequence[VariantEvidence], baseline: str | None = None) -> str:
+    """Return the sections on load, memory and utilization for a terminal of 100 columns."""
+    sheets = (
+        *load_sheets(variants, baseline),
+        memory_sheet(variants),
+        fit_sheet(variants),
+        utilization_sheet(variants),
+        device_sheet(variants),
+        *trend_sheets(variants),
+    )
+    return sheets_text(sheets)
+
+
+def _latency(variants: Sequence[VariantEvidence]) -> str:
+    """Return the load points of a bench that drives a few fixed concurrencies."""
+    rows = [row for variant in variants for row in latency_rows(variant)]
+    if not rows:
+        return ""
+    title = "Latency and throughput by load point and prompt length"
+    return _section(title, LATENCY_HEAD, rows) + (
+        "\nA quantile in brackets has too few requests for its 95 % upper bound. Rates are those of the time in "
+        "which all slots were full; a bucket has none of its own.\n"
+    )
+
+
+def _cold(variants: Sequence[VariantEvidence]) -> str:
+    if not any(variant.traces for variant in variants):
+        return ""
+    cold = [(v.name, c) for v in variants if (c := cold_start_s(v.traces)) is not None]
+    starts = ", ".join(f"{markdown(name)} {milliseconds(value)} ms" for name, value in cold)
+    return f"Cold start (TTFT of the very first request, not in any figure above): {starts or 'not measured'}.\n"
 
 
 def _section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -93,25 +114,3 @@ def _quantiles(found: Distribution, *, bounded: bool = True) -> str:
         for q in found.quantiles
     ]
     return f"{'/'.join(texts)} n={found.n}"
-
-
-def memory_row(variant: VariantEvidence) -> tuple[str, ...]:
-    """Return the parts of a variant's memory, which add up to its peak."""
-    memory = variant.memory
-    if memory is None:
-        return (variant.name, *["-"] * (len(MEMORY_HEAD) - 1))
-    phases = ", ".join(
-        f"{name} {megabytes(peak)}" for name, peak in memory.phase_peak_bytes.items()
-    )
-    return (
-        variant.name,
-        megabytes(memory.before_load_bytes),
-        megabytes(memory.weights_bytes),
-        megabytes(memory.kv_cache_bytes),
-        megabytes(memory.activation_peak_bytes),
-        megabytes(memory.unaccounted_bytes),
-        megabytes(memory.process_peak_bytes),
-        number(memory.kv_bytes_per_token_formula, 6),
-        number(memory.kv_bytes_per_token_measured, 6),
-        phases or "-",
-    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from quanteval.evidence import VariantEvidence
 from quanteval.metrics.capacity import capacities, slo_of
+from quanteval.metrics.fit import PREFIX
 from quanteval.metrics.knee import Break, knee, slo_break
 from quanteval.metrics.latency import Distribution, Quantile
 from quanteval.metrics.load import Latencies, Load, loads_of
@@ -22,8 +23,9 @@ from quanteval.report.sheet import (
     sheets_markdown,
     sheets_text,
 )
-from quanteval.report.table import Cell
+from quanteval.report.table import Cell, timing_text
 from quanteval.report.text import number
+from quanteval.report.trend import slopes_csv, trend_csv
 
 LOAD_UNITS = {"closed": "in flight", "open": "requests/s"}
 LOAD_FIELDS = (
@@ -92,11 +94,11 @@ def load_sheets(
     `baseline` names the variant that ratios refer to; by default the one that is marked so.
     """
     loads = {v.name: loads_of(v.traces, v.load_points, slo_of(v)) for v in variants}
-    found = capacities(variants, baseline)
+    found = capacities(variants, baseline, loads)
     return (
         load_sheet(variants, loads),
         break_sheet(variants, loads),
-        capacity_sheet(found),
+        capacity_sheet(found, timing_text(variants)),
         tail_sheet(variants, loads),
         layer_sheet(variants),
         client_sheet(variants),
@@ -121,8 +123,29 @@ def load_csv(variants: Sequence[VariantEvidence]) -> str:
 
 def load_json(variants: Sequence[VariantEvidence], baseline: str | None = None) -> str:
     """Return every section with its values, bounds and n."""
-    slos = {v.name: slo_of(v).text for v in variants}
-    return sheets_json(load_sheets(variants, baseline), slo=slos)
+    return _json(variants, load_sheets(variants, baseline))
+
+
+def _json(variants: Sequence[VariantEvidence], sheets: Sequence[Sheet]) -> str:
+    return sheets_json(sheets, slo={v.name: slo_of(v).text for v in variants})
+
+
+def load_files(variants: Sequence[VariantEvidence], baseline: str | None = None) -> dict[str, str]:
+    """Return the contents of load.md, load.csv and load.json by file name; {} when no load was measured.
+
+    With a soak, trend.csv and trend_slopes.csv are among them.
+    """
+    sheets = _measured(variants, baseline)
+    if not sheets:
+        return {}
+    files = {
+        "load.md": sheets_markdown(sheets),
+        "load.csv": sheet_csv(sheets[0]),
+        "load.json": _json(variants, sheets),
+    }
+    if any(record.stage == "soak" for v in variants for record in v.load_points):
+        files |= {"trend.csv": trend_csv(variants), "trend_slopes.csv": slopes_csv(variants)}
+    return files
 
 
 def _measured(variants: Sequence[VariantEvidence], baseline: str | None) -> tuple[Sheet, ...]:
@@ -138,7 +161,8 @@ def load_sheet(variants: Sequence[VariantEvidence], loads: Mapping[str, Sequence
     """Return a row for each load point in order of load, each followed by its buckets."""
     rows: list[dict[str, Cell]] = []
     for variant in variants:
-        for load in sorted(loads[variant.name], key=lambda one: (one.loop, one.stage, one.load)):
+        mine = [load for load in loads[variant.name] if not load.name.startswith(PREFIX)]
+        for load in sorted(mine, key=lambda one: (one.loop, one.stage, one.load)):
             rows.append(_row(variant.name, load, "all", load.all, slo=bool(slo_of(variant).limits)))
             if len(load.buckets) > 1:
                 rows += [_row(variant.name, load, b, found) for b, found in load.buckets.items()]
@@ -260,7 +284,7 @@ def tail_sheet(variants: Sequence[VariantEvidence], loads: Mapping[str, Sequence
     rows, statements = [], []
     for variant in variants:
         for metric in ("ttft", "e2e"):
-            found = head_of_line(loads[variant.name], metric)  # type: ignore[arg-type]
+            found = head_of_line(loads[variant.name], metric)
             if found is not None:
                 rows.append(_tail_row(variant.name, found))
                 statements += [_tail_sentence(variant.name, found)] if metric == "ttft" else []
@@ -303,6 +327,8 @@ def client_sheet(variants: Sequence[VariantEvidence]) -> Sheet:
     rows = []
     for variant in variants:
         for record in variant.load_points:
+            if record.name.startswith(PREFIX):
+                continue
             health = record.client
             share = None if math.isnan(health.cpu_share) else health.cpu_share
             state = f"saturated: {health.reason}" if health.saturated else "kept up"

@@ -49,9 +49,9 @@ def pre_tokenizer(rules: Mapping[str, Any], otherwise: str) -> str:
     whole = kinds[-1] == "ByteLevel" and not last.get("add_prefix_space")
     if whole and kinds == ["ByteLevel"] and last.get("use_regex", True):
         return "gpt-2"
-    if whole and kinds == ["Digits", "ByteLevel"] and last.get("use_regex", True):
-        if steps[0].get("individual_digits"):
-            return "smollm"
+    by_digit = kinds == ["Digits", "ByteLevel"] and bool(steps[0].get("individual_digits"))
+    if whole and by_digit and last.get("use_regex", True):
+        return "smollm"
     if whole and kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):
         known = SPLITS.get(steps[0].get("pattern", {}).get("Regex", ""))
         # Qwen's ids stand for a vocabulary that also composes its text (NFC); the others leave it alone.
@@ -76,7 +76,9 @@ def read_vocabulary(folder: Path, config: Mapping[str, Any], otherwise: str) -> 
             f'vocabulary "{kind}" is not written to GGUF here (byte-level BPE is): {otherwise}'
         )
     pre = pre_tokenizer(rules, otherwise)
-    tokens, types = _tokens(model["vocab"], rules.get("added_tokens", []), int(config["vocab_size"]))
+    tokens, types = _tokens(
+        model["vocab"], rules.get("added_tokens", []), int(config["vocab_size"])
+    )
     return Vocabulary(
         tokens=tokens,
         types=types,
@@ -120,7 +122,7 @@ def _special(folder: Path, ids: Mapping[str, int]) -> dict[str, int]:
     for kind in ("bos", "eos", "unk", "pad"):
         token = settings.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
+        if isinstance(token, str) and token in ids:
             found[kind] = ids[token]
     return found
 

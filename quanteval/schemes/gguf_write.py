@@ -22,7 +22,9 @@ BLOCK_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 WIDE_ROWS = "F16"
 """Type of a matrix whose rows do not divide into the blocks of the type asked for."""
 
-OTHERWISE = "convert it with llama.cpp's convert_hf_to_gguf.py and use scheme=gguf_file with that file"
+OTHERWISE = (
+    "convert it with llama.cpp's convert_hf_to_gguf.py and use scheme=gguf_file with that file"
+)
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,7 @@ def tensor_type(name: str, shape: tuple[int, ...], types: Types) -> str:
 
     if len(shape) == 1:
         return "F32"
-    wanted = (
-        types.embeddings if name in ("token_embd.weight", "output.weight") else types.blocks
-    )
+    wanted = types.embeddings if name in ("token_embd.weight", "output.weight") else types.blocks
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]][0]
     return wanted if shape[-1] % block == 0 else WIDE_ROWS
 

@@ -102,7 +102,8 @@ def _rebuilt(hidden: Any, head: Any, k: int) -> Tops:
     """Rebuild the distributions from hidden states and take their heads."""
     tops: Tops = []
     for start in range(0, len(hidden), ROWS):
-        logits = hidden[start : start + ROWS] @ head.weight.T
+        # In float32, as the scores are: products in bfloat16 would tie what lies close.
+        logits = hidden[start : start + ROWS].float() @ head.weight.float().T
         if head.bias is not None:
             logits = logits + head.bias
         if head.softcap is not None:

@@ -8,10 +8,10 @@ import math
 import numpy as np
 from scipy.special import gammaincc
 
-from quanteval.bench.search import Answer, Grid, Search, Visit, run_search, seed_of
+from quanteval.bench.judging import answers_of
+from quanteval.bench.search import Grid, Search, Visit, run_search, seed_of
 from quanteval.metrics.knee import KNEE, Judged, judge_term, knee
 from quanteval.metrics.load import Load, loads_of
-from quanteval.metrics.slo import Slo
 from quanteval.records import ClientHealth, LoadPointRecord, RequestTrace
 
 HEALTH = ClientHealth(
@@ -42,7 +42,18 @@ def open_point(rate, servers, service, *, requests, repetition=0, seed=0, ramp=0
     for i, (at, need) in enumerate(zip(arrivals.tolist(), needs.tolist(), strict=True)):
         done = max(at, heapq.heappop(free)) + need
         heapq.heappush(free, done)
-        traces.append(trace(name, at, done, loop="open", rate=rate, repetition=repetition, warmup=at < begin, n=i))
+        traces.append(
+            trace(
+                name,
+                at,
+                done,
+                loop="open",
+                rate=rate,
+                repetition=repetition,
+                warmup=at < begin,
+                n=i,
+            )
+        )
     record = LoadPointRecord(
         name=name, loop="open", stage=stage, concurrency=0, rate=rate, repetition=repetition, started_s=1.0,
         measured_from_s=begin, measured_to_s=end, duration_s=end, client=HEALTH,
@@ -65,7 +76,16 @@ def closed_point(slots, servers, service, *, requests, repetition=0, seed=0, sta
         heapq.heappush(free, done)
         heapq.heappush(ends, (done, slot))
         traces.append(
-            trace(name, at, done, loop="closed", concurrency=slots, repetition=repetition, warmup=sent < ramp, n=sent)
+            trace(
+                name,
+                at,
+                done,
+                loop="closed",
+                concurrency=slots,
+                repetition=repetition,
+                warmup=sent < ramp,
+                n=sent,
+            )
         )
         sent += 1
     record = LoadPointRecord(
@@ -105,11 +125,13 @@ def mmc_closed_quantile_share(slots, servers, mean, limit):
 class Simulated:
     """A server that a search measures point by point, judged by the statistics that a bench uses."""
 
-    def __init__(self, loop, servers, service, slo, *, requests=400, seed=0):
+    def __init__(self, loop, servers, service, slo, *, requests=400, seed=0, knee=True):
         self.loop, self.servers, self.service = loop, servers, service
         self.slo, self.requests, self.seed = slo, requests, seed
         self.points: dict[float, tuple[list, list]] = {}
         self.seen: dict[float, Load] = {}
+        self.judged: dict[tuple[str, float], Judged] = {}
+        self.knee = knee
         self.search: Search | None = None
 
     def measure(self, visit: Visit):
@@ -125,8 +147,17 @@ class Simulated:
         mine[0].extend(point[0])
         mine[1].append(point[1])
         (self.seen[load],) = loads_of(*mine, self.slo)
+        for term in self.slo.terms:
+            self.judged[term.name, load] = judge_term(self.seen[load], term)
+        loads = self.loads()
+        judged: dict[str, list[Judged]] = {
+            term.name: [self.judged[term.name, item.load] for item in loads]
+            for term in self.slo.terms
+        }
+        if self.knee:
+            judged[KNEE] = list(knee(loads).judged)
         over = bool(self.seen[load].over_saturated)
-        return answers_of(self.search.grid, self.loads(), self.slo), over, 1.0
+        return answers_of(self.search.grid, loads, judged), over, 1.0
 
     def loads(self) -> list[Load]:
         return [self.seen[load] for load in sorted(self.seen)]
@@ -134,18 +165,7 @@ class Simulated:
     def run(self, **more) -> list[Visit]:
         grid = Grid(per_octave=4, whole=self.loop == "closed")
         low, high = (0, grid.at_most(64)) if self.loop == "closed" else (-16, 24)
-        self.search = Search(grid, **{"start": low, "bottom": low, "top": high, "max_points": 40, **more})
+        self.search = Search(
+            grid, **{"start": low, "bottom": low, "top": high, "max_points": 40, **more}
+        )
         return run_search(self.search, self.measure)
-
-
-def answers_of(grid: Grid, loads, slo: Slo):
-    """Return what a search is told."""
-
-    def known(judged: list[Judged]):
-        return {
-            grid.same(grid.at_most(j.load * (1 + 1e-6))): Answer(j.holds, j.sure) for j in judged if not math.isnan(j.value)
-        }  # fmt: skip
-
-    points = sorted(loads, key=lambda load: load.load)
-    found = {term.name: known([judge_term(load, term) for load in points]) for term in slo.terms}
-    return {KNEE: known(list(knee(points).judged)), **found}

@@ -13,6 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from quanteval.engines.fake import ByteTokenizer
+from quanteval.errors import EngineError
 
 VOCABULARY = 258
 
@@ -315,3 +316,17 @@ def usage_event(prompt: int, completion: int, cached: int | None = None) -> byte
     if cached is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached}
     return data({"object": "chunk", "choices": [], "usage": usage})
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An engine that cannot load anything."""
+
+    device: str = "cpu"
+
+    def check(self, artifact):
+        """Takes everything."""
+
+    def serve(self, artifact):
+        """Takes nothing."""
+        raise EngineError("the weights are torn")

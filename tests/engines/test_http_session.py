@@ -11,7 +11,7 @@ import pytest
 from quanteval.engines.fake import ByteTokenizer
 from quanteval.engines.http_bodies import ChatPrompt
 from quanteval.engines.http_session import HTTPSession
-from quanteval.engines.http_wire import Remote, base_url_of, key_from
+from quanteval.engines.http_wire import Remote, Wire, base_url_of, key_from
 from quanteval.errors import ConfigError, EngineError, UnsupportedError
 from quanteval.interfaces import (
     GivesTopLogprobs,
@@ -561,3 +561,31 @@ def test_addresses():
 def test_server_metrics(server, session):
     pytest.importorskip("quanteval.engines.prometheus")
     assert session.server_metrics() == {"requests_total": 3.0}
+
+
+def test_a_kept_connection_that_the_server_closed_is_no_failure():
+    asked = []
+
+    async def serve(reader, writer):
+        for turn in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            asked.append(turn)
+            if turn:  # the second request on a connection meets its end
+                break
+            body = b'{"choices": [{"text": "a", "finish_reason": "stop", "token_ids": [97]}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            await writer.drain()
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        wire = Wire(Remote(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"))
+        answers = [await wire.ask({"prompt": "x"}) for _ in range(2)]
+        await wire.close()
+        server.close()
+        return answers
+
+    first, second = asyncio.run(main())
+    assert first == second and asked == [0, 1, 0]

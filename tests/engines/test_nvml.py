@@ -1,5 +1,8 @@
 """Readings of a device through a driver that is played from a record."""
 
+# The driver's own names.
+# ruff: noqa: N802
+
 from __future__ import annotations
 
 import sys
@@ -8,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from quanteval.engines.nvml import Sampler
+
+VALUES = {2: 90.0, 3: 42.0, 5: 31.5, 10: 77.0}
 
 
 class Played:
@@ -18,7 +23,6 @@ class Played:
     NVML_GPM_METRIC_SM_OCCUPANCY = 3
     NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
     NVML_GPM_METRIC_DRAM_BW_UTIL = 10
-    VALUES = {2: 90.0, 3: 42.0, 5: 31.5, 10: 77.0}
 
     def __init__(self, *, gpm=True, refuses=(), failing=()):
         self.gpm, self.refuses, self.failing = gpm, refuses, failing
@@ -69,7 +73,7 @@ class Played:
         assert asked.sample1 is not asked.sample2
         for metric in asked.metrics[: asked.numMetrics]:
             metric.nvmlReturn = 3 if metric.metricId in self.failing else 0
-            metric.value = self.VALUES[metric.metricId]
+            metric.value = VALUES[metric.metricId]
 
 
 def sampled(driver):

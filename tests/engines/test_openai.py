@@ -97,7 +97,7 @@ def test_the_key_comes_from_the_environment_and_stays_there(
 def test_an_endpoint_that_is_not_there(tiny_source, tmp_path):
     scheme = Endpoint(base_url="http://127.0.0.1:9")
     artifact = scheme.quantize(tiny_source, tmp_path, Calibration(), "remote")
-    with pytest.raises(EngineError, match="the server at http://127.0.0.1:9/v1 is gone"):
+    with pytest.raises(EngineError, match=r"the server at http://127.0.0.1:9/v1 is gone"):
         OpenAIEngine().serve(artifact).__enter__()
 
 
@@ -124,7 +124,7 @@ def test_bad_fields_of_the_engine(fields):
     ],
 )
 def test_bad_fields_of_the_scheme(fields):
-    with pytest.raises(ValueError, match="must be|must hold"):
+    with pytest.raises(ValueError, match=r"must be|must hold"):
         Endpoint(**fields)
 
 

@@ -187,7 +187,7 @@ def test_one_request_may_fill_the_cache_alone(make, model):
     assert tokens == greedy(model, PROMPTS[1], 9)
 
 
-def test_cancelled_requests_make_room_and_hear_nothing_more(make):
+def test_cancelled_requests_make_room_and_hear_of_their_end_last(make):
     batcher = make(1)
     heard = queue.Queue()
     first = batcher.submit(request(0, 10_000 - 3), heard.put)
@@ -195,8 +195,41 @@ def test_cancelled_requests_make_room_and_hear_nothing_more(make):
     batcher.cancel(first)
     tokens, _ = run(batcher, [request(1, 5)])
     assert len(tokens["r1"]) == 5
-    while not heard.empty():
-        assert heard.get_nowait().finish_reason is None
+    reasons = [heard.get_nowait().finish_reason for _ in range(heard.qsize())]
+    assert reasons == [None] * (len(reasons) - 1) + ["cancelled"]
+    batcher.cancel(first)
+    assert heard.empty()
+
+
+def test_a_request_cancelled_while_it_waits_hears_its_end(make):
+    batcher = make(1)
+    running, waiting = queue.Queue(), queue.Queue()
+    first = batcher.submit(request(0, 10_000 - 3), running.put)
+    running.get(timeout=60)
+    second = batcher.submit(request(1, 5), waiting.put)
+    batcher.cancel(second)
+    assert waiting.get(timeout=60).finish_reason == "cancelled"
+    batcher.cancel(first)
+    assert len(run(batcher, [request(2, 5)])[0]["r2"]) == 5
+    assert waiting.empty()
+
+
+def test_events_say_when_the_prompt_was_begun_also_after_giving_way(make):
+    batcher = make(6, cache_tokens=220)
+    begun = {}
+    ends = queue.Queue()
+    for one in [request(i, length=60) for i in range(6)]:
+
+        def deliver(event, name=one.request_id):
+            begun.setdefault(name, set()).add(event.started_s)
+            if event.finish_reason:
+                ends.put(name)
+
+        batcher.submit(one, deliver)
+    order = [ends.get(timeout=60) for _ in range(6)]
+    assert {len(times) for times in begun.values()} == {1}
+    assert len({*order}) == 6
+    assert None not in set().union(*begun.values())
 
 
 def test_while_paused_nothing_is_computed(make, model):

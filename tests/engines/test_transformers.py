@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,14 @@ from torch.nn import functional
 
 from quanteval.engines.transformers import TransformersEngine
 from quanteval.errors import EngineError, UnsupportedError
-from quanteval.interfaces import Calibration, Request, Sampling, ScoreRequest
+from quanteval.interfaces import (
+    Calibration,
+    Chunk,
+    Request,
+    Sampling,
+    ScoreRequest,
+    StreamsAsync,
+)
 from quanteval.schemes.bitsandbytes import FourBit, Int8
 from quanteval.schemes.none import Unquantized
 from quanteval.schemes.torchao import Int8DynamicActivationInt8Weight, Int8WeightOnly
@@ -116,6 +126,113 @@ def test_a_closed_stream_frees_its_row(session):
     stream.close()
     done = list(session.generate(requests(session, Sampling(4, ignore_eos=True))))
     assert {c.finish_reason for c in done} == {"length"}
+
+
+def test_the_last_chunk_says_where_the_time_went(session):
+    request = requests(session, Sampling(12, ignore_eos=True), TEXTS[:1])[0]
+    before = time.perf_counter()
+    chunks = list(session.stream(request))
+    assert all(not c.layers and c.cached_prompt_tokens is None for c in chunks[:-1])
+    last = chunks[-1]
+    assert last.cached_prompt_tokens == 0
+    assert set(last.layers) == {"queue", "prefill", "decode"}
+    assert all(seconds >= 0 for seconds in last.layers.values())
+    assert last.layers["decode"] == pytest.approx(chunks[-1].at_s - chunks[0].at_s, abs=1e-6)
+    assert sum(last.layers.values()) <= chunks[-1].at_s - before
+    refused = next(session.stream(replace(request, prompt=session.tokenizer.raw("x" * 600))))
+    assert not refused.layers
+
+
+def test_a_request_that_waits_for_a_row_has_queued(tiny_source, tmp_path):
+    with serve(tiny_source, Unquantized("float32"), tmp_path, max_batch_rows=1) as live:
+        one, two = requests(live, Sampling(60, ignore_eos=True), TEXTS[:2])
+        first, second = live.stream(one), live.stream(two)
+        begun = time.perf_counter()
+        next(first)
+        late = threading.Thread(target=lambda: chunks.extend(second))
+        chunks: list[Chunk] = []
+        late.start()
+        ended = list(first)[-1].at_s
+        late.join(60)
+    assert chunks[0].at_s > ended
+    assert chunks[-1].layers["queue"] > 0.5 * (ended - begun) or ended - begun < 0.01
+
+
+async def collect(session, request):
+    return [chunk async for chunk in session.astream(request)]
+
+
+def test_streams_on_an_event_loop_need_no_threads(session):
+    assert isinstance(session, StreamsAsync)
+    wanted = requests(session, Sampling(10, ignore_eos=True))
+    alone = [next(session.generate([r])).token_ids for r in wanted]
+    threads = threading.active_count()
+
+    async def main():
+        most = []
+        tasks = [asyncio.create_task(collect(session, r)) for r in wanted * 4]
+        while not all(task.done() for task in tasks):
+            most.append(threading.active_count())
+            await asyncio.sleep(0.001)
+        return max(most), [task.result() for task in tasks]
+
+    most, streams = asyncio.run(main())
+    assert most <= threads
+    got = [tuple(i for c in chunks for i in c.token_ids) for chunks in streams]
+    assert got == alone * 4
+    assert all(c[-1].finish_reason == "length" and c[-1].layers for c in streams)
+
+
+def test_an_async_stream_that_is_closed_or_outlives_its_loop_harms_nobody(session):
+    (request,) = requests(session, Sampling(300, ignore_eos=True), TEXTS[:1])
+
+    async def closed():
+        stream = session.astream(request)
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(closed())
+    loop = asyncio.new_event_loop()
+    abandoned = session.astream(request)
+    loop.run_until_complete(anext(abandoned))
+    loop.close()
+    done = list(session.generate(requests(session, Sampling(4, ignore_eos=True))))
+    assert {c.finish_reason for c in done} == {"length"}
+    with pytest.raises(StopIteration):
+        abandoned.aclose().send(None)
+
+
+def test_cancelled_requests_of_a_batcher_hear_their_end(session):
+    heard: queue.Queue = queue.Queue()
+    (request,) = requests(session, Sampling(300, ignore_eos=True), TEXTS[:1])
+    batcher = session._batchers.greedy
+    handle = batcher.submit(request, heard.put)
+    heard.get(timeout=60)
+    batcher.cancel(handle)
+    list(session.generate(requests(session, Sampling(4), TEXTS[:1])))
+    reasons = [heard.get_nowait().finish_reason for _ in range(heard.qsize())]
+    assert reasons == [None] * (len(reasons) - 1) + ["cancelled"]
+
+
+def test_the_batcher_for_sampled_requests_is_made_once(tiny_source, tmp_path):
+    with serve(tiny_source, Unquantized("float32"), tmp_path, batching="continuous") as live:
+        (request,) = requests(live, Sampling(4, temperature=1.0), TEXTS[:1])
+        barrier = threading.Barrier(8)
+        made = []
+
+        def ask():
+            barrier.wait()
+            made.append(live._batchers.for_request(request))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(batcher) for batcher in made}) == 1
+        before = live.memory().kv_cache_bytes
+        next(live.generate([request]))
+        assert live.memory().kv_cache_bytes > before
 
 
 def test_many_threads_stream_at_once(session):
