@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from collections.abc import Collection, Sequence
@@ -18,17 +19,20 @@ from quanteval.environment import (
     release_free_memory,
     reset_peak_rss,
 )
-from quanteval.errors import EngineError
+from quanteval.errors import ConfigError, EngineError
 from quanteval.evidence import VariantEvidence
 from quanteval.failures import explain, is_out_of_memory
 from quanteval.gate import is_decided
 from quanteval.interfaces import OwnsProcesses, Sample, Session, Task, TaskContext
 from quanteval.looks import sample_order
+from quanteval.modelshape import read_shape
 from quanteval.policy import load_policy
+from quanteval.process_memory import ProcessMemory, before_load, explain_peak, snapshot
 from quanteval.records import (
     Artifact,
     LoadPointRecord,
     MemoryUse,
+    ModelShape,
     RequestTrace,
     StageRecord,
     TaskRecord,
@@ -64,6 +68,7 @@ class Evaluation:
         self.peaks: dict[str, int] = {}
         self.failures: list[str] = []
         self.session: Any = None
+        self.snapshots: dict[str, ProcessMemory | None] = {}
 
     def run(self) -> None:
         """Serve, then bench and tasks; a task that fails does not keep the others from running."""
@@ -75,7 +80,8 @@ class Evaluation:
         with engine.serve(artifact) as session:
             self.session = session
             self._end_phase("load")
-            served = artifact.model_copy(update={"effective": session.describe()})
+            told = {"effective": session.describe(), "shape": _shape(Path(artifact.path))}
+            served = artifact.model_copy(update=told)
             write_record(self.folder.artifact, served)
             if "artifact" in self.stages:
                 self._finish_stage("artifact", started, {"batch_policy": session.batch_policy})
@@ -132,19 +138,14 @@ class Evaluation:
         if "artifact" not in self.stages and self.folder.memory.exists():
             # A round of the bench: loading and tasks had a process of their own.
             before = read_record(self.folder.memory, MemoryUse).phase_peak_bytes
-        update: dict[str, Any] = {"phase_peak_bytes": {**before, **self.peaks}}
-        if memory.device == "cpu":
-            # Loading has a peak of its own (source weights, repacking) that serving never sees again.
-            serving = [peak for phase, peak in self.peaks.items() if phase != "load"]
-            peak = max([memory.process_peak_bytes, *serving])
-            parts = (
-                memory.before_load_bytes
-                + memory.weights_bytes
-                + memory.kv_cache_bytes
-                + memory.activation_peak_bytes
-            )
-            update |= {"process_peak_bytes": peak, "unaccounted_bytes": peak - parts}
-        return memory.model_copy(update=update)
+        use = memory.model_copy(update={"phase_peak_bytes": {**before, **self.peaks}})
+        # Loading has a peak of its own (source weights, repacking) that serving never sees again.
+        serving = [phase for phase in self.peaks if phase != "load"]
+        if not isinstance(self.session, OwnsProcesses):
+            return explain_peak(use, before_load(), self.snapshots, serving or list(self.peaks))
+        peak = max([use.process_peak_bytes, *(self.peaks[phase] for phase in serving)])
+        rest = peak - sum(use.parts.values())
+        return use.model_copy(update={"process_peak_bytes": peak, "unaccounted_bytes": rest})
 
     def _refuse_gone_server(self, when: str) -> None:
         """A server that died leaves failed requests: they measure its death and not its speed."""
@@ -163,6 +164,7 @@ class Evaluation:
             self.peaks[name] = self.session.take_peak_bytes()
             return
         self.peaks[name] = peak_rss_bytes()
+        self.snapshots[name] = snapshot()
         release_free_memory()
         reset_peak_rss()
 
@@ -329,3 +331,11 @@ class Evaluation:
             leave=False,
             dynamic_ncols=True,
         )
+
+
+def _shape(folder: Path) -> ModelShape | None:
+    """Return the model's dimensions from its configuration, None where they are not known."""
+    try:
+        return read_shape(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, ConfigError):
+        return None

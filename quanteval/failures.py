@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quanteval.errors import QuantevalError, UnsupportedError
+from quanteval.errors import EngineError, QuantevalError, UnsupportedError
 from quanteval.records import VariantStatus
 
 
@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or (
-            isinstance(error, RuntimeError)
+            isinstance(error, RuntimeError | EngineError)
             and ("out of memory" in text or "can't allocate" in text)
         )
     )

@@ -17,6 +17,8 @@ from quanteval.report import (
     Table,
     build_table,
     details_markdown,
+    load_files,
+    openmetrics_text,
     render_csv,
     render_json,
     render_markdown,
@@ -27,6 +29,11 @@ from quanteval.targets import DEFAULT_PREFIXES, near
 
 OUTPUTS = Path("outputs")
 RESULTS = Path("results")
+PUBLISHED = (
+    *(f"{name}.{kind}" for name in ("table", "load") for kind in ("md", "csv", "json")),
+    "trend.csv",
+    "trend_slopes.csv",
+)
 
 
 @dataclass(frozen=True)
@@ -218,15 +225,27 @@ def report(run: RunDirectory) -> Table:
     """Write a run's table.md, table.csv and table.json from its records, and return the table."""
     variants = load_run(run)
     table = build_table(run.load_manifest(), variants, run.load_verdicts())
-    write_atomic(run.path / "table.md", render_markdown(table) + "\n" + details_markdown(variants))
+    baseline = run.load_manifest().baseline
+    text = render_markdown(table) + "\n" + details_markdown(variants, baseline)
+    write_atomic(run.path / "table.md", text)
     write_atomic(run.path / "table.csv", render_csv(table))
     write_atomic(run.path / "table.json", render_json(table))
+    for name, content in load_files(variants, baseline).items():
+        write_atomic(run.path / name, content)
     return table
 
 
 def details(run: RunDirectory) -> str:
     """Return a run's latency by load point and bucket, and its memory by part, as Markdown."""
-    return details_markdown(load_run(run))
+    return details_markdown(load_run(run), run.load_manifest().baseline)
+
+
+def openmetrics(run: RunDirectory) -> str:
+    """Return a run's results as OpenMetrics text."""
+    manifest = run.load_manifest()
+    return openmetrics_text(
+        load_run(run), run.load_verdicts(), run_id=manifest.run_id, baseline=manifest.baseline
+    )
 
 
 def publish(run: RunDirectory, name: str, root: Path = RESULTS) -> Path:
@@ -238,8 +257,9 @@ def publish(run: RunDirectory, name: str, root: Path = RESULTS) -> Path:
         raise ConfigError(f'"{name}" cannot name a folder: use letters, digits, ".", "_" and "-"')
     report(run)
     folder = root / name
-    for file in ("table.md", "table.csv", "table.json"):
-        write_atomic(folder / file, (run.path / file).read_bytes())
+    for file in PUBLISHED:
+        if (run.path / file).exists():
+            write_atomic(folder / file, (run.path / file).read_bytes())
     for verdict in run.load_verdicts():
         write_record(folder / "verdicts" / f"{verdict.candidate}.json", verdict)
     return folder

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from quanteval.bench.client import LoadPoint, follow
 from quanteval.bench.health import HealthMeter
 from quanteval.bench.prompts import PlannedRequest
-from quanteval.bench.streams import THREADS, streams_by_itself
+from quanteval.bench.streams import THREADS, served_elsewhere, streams_by_itself
 from quanteval.errors import EngineError
 from quanteval.interfaces import Request, Session, TellsMetrics
 from quanteval.records import ClientHealth, RequestTrace
@@ -115,7 +115,7 @@ class LoopRun:
         self.sent = 0
         self.ending = False
         self._by_itself = streams_by_itself(session)
-        self._meter = HealthMeter(on_loop=self._by_itself)
+        self._meter = HealthMeter(on_loop=served_elsewhere(session))
         self._lock = threading.Lock()
         self._running: dict[str, float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -19,9 +19,10 @@ from quanteval.bench.driver import OpenState, drive_open
 from quanteval.bench.health import LAG_FLOOR_S, LAG_SHARE
 from quanteval.bench.plan import WARMUP
 from quanteval.bench.serving import stop_when_growing
+from quanteval.bench.streams import served_elsewhere
 from quanteval.bench.workload import Workload
 from quanteval.environment import rss_bytes
-from quanteval.interfaces import Session, StreamsAsync
+from quanteval.interfaces import Session
 from quanteval.metrics.slo import Slo
 from quanteval.records import ClientHealth, LoadPointRecord, RequestTrace
 
@@ -156,8 +157,8 @@ class _Watch:
 
     def __init__(self, session: Session) -> None:
         self._read = getattr(session, "rss_bytes", None)
-        # A session that streams by itself is served by another process, whose memory only it can tell.
-        self._here = not isinstance(session, StreamsAsync)
+        # Of another process only the session can tell the memory.
+        self._here = not served_elsewhere(session)
         self._seen: list[tuple[float, int]] = []
 
     def __call__(self, state: OpenState) -> str:

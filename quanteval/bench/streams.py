@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quanteval.interfaces import Chunk, Request, Session
+from quanteval.interfaces import Chunk, OwnsProcesses, Request, Session, TellsMetrics
 
 THREADS = 512
 """Most threads that read blocking streams at a time; further requests wait, which counts as the client's lag."""
@@ -17,6 +17,11 @@ THREADS = 512
 def streams_by_itself(session: Session) -> bool:
     """Whether a session streams on the event loop (see `interfaces.StreamsAsync`), so that no thread is needed."""
     return callable(getattr(session, "astream", None))
+
+
+def served_elsewhere(session: Session) -> bool:
+    """Whether other processes compute for a session: this one's CPU time and memory are then the client's alone."""
+    return isinstance(session, TellsMetrics | OwnsProcesses)
 
 
 def astream(session: Session, request: Request) -> AsyncIterator[Chunk]:

@@ -84,7 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
         "quanteval report latest --format md",
     )
     report.add_argument("run", help="run directory, run id under outputs/, or 'latest'")
-    report.add_argument("--format", choices=("text", "md", "csv", "json"), default="text")
+    report.add_argument(
+        "--format", choices=("text", "md", "csv", "json", "openmetrics"), default="text"
+    )
     report.add_argument("--json", action="store_true", help="the same as --format json")
     report.add_argument(
         "--publish", metavar="NAME", help="write tables and verdicts to results/NAME/"
@@ -106,6 +108,18 @@ def make_parser() -> argparse.ArgumentParser:
         "second", metavar="B", help="RUN[:variant] (default variant: the last one)"
     )
     compare.add_argument("--sample", help="show this sample's two outputs in full")
+    compare.add_argument(
+        "--drift",
+        action="store_true",
+        help="A is a fresh run and B a stored one of the same variant: what left its noise band",
+    )
+    compare.add_argument(
+        "--fail-on-drift",
+        action="store_true",
+        help="the same, exiting 3 when something drifted, 4 undecided, 5 under other conditions",
+    )
+    compare.add_argument("--all", action="store_true", help="with --drift: every metric")
+    compare.add_argument("--json", action="store_true", help="with --drift: as JSON")
 
     ls = verb("ls", reading.ls, "list presets, suites or runs", "quanteval ls schemes")
     ls.add_argument("what", nargs="?", choices=sorted(GROUPS), help="default: everything")

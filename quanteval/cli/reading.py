@@ -49,7 +49,7 @@ def _publish_verdicts(parsed: argparse.Namespace, verdicts: Sequence[Verdict]) -
 
 def report(parsed: argparse.Namespace) -> int:
     """Write and print a run's table."""
-    from quanteval.judge import details, find_run, publish
+    from quanteval.judge import details, find_run, openmetrics, publish
     from quanteval.judge import report as make_report
     from quanteval.report import render_csv, render_json, render_markdown, render_terminal
 
@@ -60,6 +60,9 @@ def report(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.publish:
         print(f"published: {publish(run, parsed.publish)}")
+        return 0
+    if parsed.format == "openmetrics":
+        print(openmetrics(run), end="")
         return 0
     renderers: dict[str, Callable[[Any], str]] = {
         "text": render_terminal,
@@ -77,12 +80,28 @@ def compare(parsed: argparse.Namespace) -> int:
     from quanteval.report import comparison_text, sample_text
 
     first, second = find_variant(parsed.first), find_variant(parsed.second, last=True)
+    if parsed.drift or parsed.fail_on_drift:
+        return _drift(parsed)
     if parsed.sample:
         sides = {f"{v.run.path.name}:{v.name}": outputs_of(v) for v in (first, second)}
         print(sample_text(parsed.sample, sides))
     else:
         print(comparison_text(first.evidence, second.evidence))
     return 0
+
+
+def _drift(parsed: argparse.Namespace) -> int:
+    """Compare one variant of a fresh run with the same of a stored one."""
+    from quanteval.judge import find_variant
+    from quanteval.metrics.drift import drift
+    from quanteval.report import drift_json, drift_text
+
+    fresh = find_variant(parsed.first)
+    named = ":" in parsed.second.rpartition("/")[2]
+    stored = find_variant(parsed.second if named else f"{parsed.second}:{fresh.name}")
+    found = drift(stored=stored.evidence, fresh=fresh.evidence)
+    print(drift_json(found) if parsed.json else drift_text(found, every=parsed.all))
+    return found.exit_code if parsed.fail_on_drift else 0
 
 
 def ls(parsed: argparse.Namespace) -> int:

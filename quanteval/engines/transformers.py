@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from quanteval.engines.tokenizer import HFTokenizer
 from quanteval.engines.transformers_session import Batchers, TransformersSession
-from quanteval.environment import package_version, rss_bytes
+from quanteval.environment import package_version
 from quanteval.errors import UnsupportedError
+from quanteval.process_memory import note_before_load
 from quanteval.records import Artifact
 
 
@@ -55,7 +56,7 @@ class TransformersEngine:
         """Load the artifact and yield its session."""
         # The libraries' own pages are not the model's: they are counted before it is loaded.
         import_libraries()
-        before = rss_bytes()
+        before = note_before_load()
         model = _load(artifact, self.device)
         folder = Path(artifact.path)
         tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)

@@ -375,6 +375,7 @@ class TransformersSession:
             kv_cache_tokens=kv_tokens,
             kv_formula=accounting.kv_bytes_per_token(self._model.config, element),
             activation=self._activation,
+            weights_mapped_bytes=accounting.mapped_weight_bytes(self._model),
         )
 
     def _measure_activation(self) -> accounting.ActivationPeak:

@@ -94,6 +94,8 @@ class Artifact(Record):
     packages: dict[str, str] = Field(default_factory=dict)
     fingerprint: str = ""
     effective: Effective | None = None
+    shape: ModelShape | None = None
+    """The model's dimensions, once served; None where its configuration does not tell."""
 
 
 class MemoryUse(Record):

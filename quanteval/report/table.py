@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,13 +147,13 @@ def _size_cells(
         )
         yield "disk", Cell(artifact.bytes_on_disk)
         if artifact.effective is not None:
-            yield "bits", Cell(artifact.effective.bits_per_weight)
-            yield "linear_bits", Cell(artifact.effective.linear_bits_per_weight)
+            yield "bits", Cell(_known(artifact.effective.bits_per_weight))
+            yield "linear_bits", Cell(_known(artifact.effective.linear_bits_per_weight))
     if memory is not None:
-        yield "weights", Cell(memory.weights_bytes)
+        yield "weights", Cell(memory.weights_bytes or None)
         # Peaks are those of serving a load; a process that had none is no comparison.
         if any(stage.partition(":")[0] == "bench" for stage in variant.result.stages):
-            yield "peak", Cell(memory.process_peak_bytes)
+            yield "peak", Cell(memory.process_peak_bytes or None)
         yield "kv", Cell(memory.kv_bytes_per_token_measured or None)
         if baseline is not None and baseline.memory is not None:
             yield "weights_ratio", Cell(_ratio(memory.weights_bytes, baseline.memory.weights_bytes))
@@ -203,6 +204,11 @@ def _quantile_cells(name: str, found: Distribution) -> Iterator[tuple[str, Cell]
                 f"{name}_{label}",
                 Cell(quantile.value, quantile.lower, quantile.upper, quantile.n),
             )
+
+
+def _known(value: float) -> float | None:
+    """A remote endpoint tells nothing of its weights."""
+    return None if math.isnan(value) else value
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:

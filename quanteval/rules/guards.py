@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
-from quanteval.records import Finding, Outcome
+from quanteval.records import Effective, Finding, Outcome
 from quanteval.rules._common import (
     Pairs,
     bare,
@@ -252,11 +253,13 @@ class EffectivePrecision:
     """The scheme really ran: what the served model reports is what the scheme asks for.
 
     `tolerance_bits` is what scales may add to a weight; `min_quantized` the share of the linear
-    weights that must be stored as asked.
+    weights that must be stored as asked. What an endpoint runs can only be declared by its operator: that is no
+    proof, and passes with `allow_declared` alone.
     """
 
     tolerance_bits: float = 1.0
     min_quantized: float = 0.95
+    allow_declared: bool = False
     required: bool = True
 
     is_quality = False
@@ -280,6 +283,8 @@ class EffectivePrecision:
             return [bare(name, required=self.required, outcome="invalid", sentence=sentence)]
         asked, ran = artifact.precision, artifact.effective
         bits = ran.linear_bits_per_weight
+        if math.isnan(bits):
+            return [self._declared(name, ran)]
         seen = (
             f"{bits:.2f} bits a linear weight (asked {asked.weight_bits:g}), activations {ran.activation_bits:g} bits "
             f"(asked {asked.activation_bits:g}), {percent(ran.quantized_fraction)} of linear weights quantized"
@@ -294,6 +299,15 @@ class EffectivePrecision:
             sentence += f" (emulated: {ran.emulation})"
         outcome: Outcome = "reject" if wrong else "accept"
         return [bare(name, required=self.required, outcome=outcome, sentence=sentence)]
+
+    def _declared(self, name: str, ran: Effective) -> Finding:
+        sentence = f"what runs could not be read back: {ran.emulation}"
+        if self.allow_declared:
+            sentence += " (allowed by the policy)"
+        else:
+            sentence += "; allow_declared=true of this rule takes the operator's word"
+        outcome: Outcome = "accept" if self.allow_declared else "invalid"
+        return bare(name, required=self.required, outcome=outcome, sentence=sentence)
 
 
 def _each_task(

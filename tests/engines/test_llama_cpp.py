@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from quanteval.engines.gguf_census import GGUFCensus
-from quanteval.engines.llama_cpp import LlamaCppEngine, ServerBackend
+from quanteval.engines.llama_cpp import LlamaCppEngine
+from quanteval.engines.llama_cpp_server import ServerBackend
 from quanteval.errors import EngineError, UnsupportedError
 from quanteval.interfaces import Prompt, Request, Sampling, ScoreRequest
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from quanteval.engines.openvino import OpenVINOEngine, PipelineRunner
+from quanteval.engines.openvino import OpenVINOEngine
+from quanteval.engines.openvino_runner import PipelineRunner
 from quanteval.errors import EngineError, UnsupportedError
 from quanteval.interfaces import Prompt, Request, Sampling, ScoreRequest
 
@@ -118,7 +119,7 @@ def make():
 
     def make_one(pipeline):
         runner = PipelineRunner(
-            pipeline, Calls(), frozenset({EOS}), rows=2, policy="scripted", blocks=4, bytes_per_token=32.0
+            pipeline, Calls(), frozenset({EOS}), rows=2, policy="scripted", blocks=4, values_per_token=32
         )  # fmt: skip
         runners.append(runner)
         return runner
