@@ -10,6 +10,7 @@ from quanteval import __version__
 from quanteval.cli import reading, running, servers
 from quanteval.errors import ConfigError
 
+Verb = Callable[[str, Callable[[argparse.Namespace], int], str, str], argparse.ArgumentParser]
 EXIT_CODES = """\
 exit codes:
   0  accepted (gate), or done (other verbs)
@@ -29,8 +30,6 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; the chosen verb's function is in `verb`."""
-    from quanteval.resources import GROUPS
-
     parser = _Parser(
         prog="quanteval",
         description="Decides whether a quantized language model may ship.",
@@ -55,6 +54,14 @@ def make_parser() -> argparse.ArgumentParser:
         made.set_defaults(verb=run)
         return made
 
+    _composing(verb)
+    _judging(verb)
+    _looking(verb)
+    _serving(verb)
+    return parser
+
+
+def _composing(verb: Verb) -> None:
     # `run` is dispatched before parsing, since its arguments are Hydra's; it is here for --help.
     verb(
         "run",
@@ -63,6 +70,36 @@ def make_parser() -> argparse.ArgumentParser:
         "quanteval run experiment=demo",
     )
 
+    check = verb(
+        "check",
+        running.check,
+        "compose and build a configuration, check what this machine can do, run nothing",
+        "quanteval check scheme=[bf16,nf4_bnb] task=[humaneval]",
+    )
+    check.add_argument("--task-dir", action="append", default=[], help="as for run")
+    check.add_argument("overrides", nargs="*", help="as for run")
+
+    plan = verb(
+        "plan",
+        running.plan,
+        "say what a policy can decide on the chosen suites, before anything is run",
+        "quanteval plan task=[humaneval,pydoc] gate=strict",
+    )
+    plan.add_argument(
+        "--run", help="stored run to learn from (default: the newest of this model and suite)"
+    )
+    plan.add_argument(
+        "--flips",
+        type=float,
+        metavar="SHARE",
+        help="share of problems a harmless variant changes (default: a run's, or 0.05)",
+    )
+    plan.add_argument("--task-dir", action="append", default=[], help="as for run")
+    plan.add_argument("--json", action="store_true", help="print as JSON")
+    plan.add_argument("overrides", nargs="*", help="as for run")
+
+
+def _judging(verb: Verb) -> None:
     gate = verb(
         "gate",
         reading.gate,
@@ -121,6 +158,10 @@ def make_parser() -> argparse.ArgumentParser:
     compare.add_argument("--all", action="store_true", help="with --drift: every metric")
     compare.add_argument("--json", action="store_true", help="with --drift: as JSON")
 
+
+def _looking(verb: Verb) -> None:
+    from quanteval.resources import GROUPS
+
     ls = verb("ls", reading.ls, "list presets, suites or runs", "quanteval ls schemes")
     ls.add_argument("what", nargs="?", choices=sorted(GROUPS), help="default: everything")
 
@@ -135,34 +176,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     show.add_argument("name", nargs="?", default="", help="which one")
 
-    check = verb(
-        "check",
-        running.check,
-        "compose and build a configuration, check what this machine can do, run nothing",
-        "quanteval check scheme=[bf16,nf4_bnb] task=[humaneval]",
+    doctor = verb(
+        "doctor",
+        reading.doctor,
+        "say what this machine and installation can do",
+        "quanteval doctor",
     )
-    check.add_argument("--task-dir", action="append", default=[], help="as for run")
-    check.add_argument("overrides", nargs="*", help="as for run")
+    doctor.add_argument("--json", action="store_true", help="print as JSON")
 
-    plan = verb(
-        "plan",
-        running.plan,
-        "say what a policy can decide on the chosen suites, before anything is run",
-        "quanteval plan task=[humaneval,pydoc] gate=strict",
-    )
-    plan.add_argument(
-        "--run", help="stored run to learn from (default: the newest of this model and suite)"
-    )
-    plan.add_argument(
-        "--flips",
-        type=float,
-        metavar="SHARE",
-        help="share of problems a harmless variant changes (default: a run's, or 0.05)",
-    )
-    plan.add_argument("--task-dir", action="append", default=[], help="as for run")
-    plan.add_argument("--json", action="store_true", help="print as JSON")
-    plan.add_argument("overrides", nargs="*", help="as for run")
 
+def _serving(verb: Verb) -> None:
     serve = verb(
         "serve",
         servers.serve,
@@ -183,15 +206,6 @@ def make_parser() -> argparse.ArgumentParser:
     mock.add_argument(
         "settings", nargs="*", metavar="NAME=VALUE", help="see docs/serving.md for all of them"
     )
-
-    doctor = verb(
-        "doctor",
-        reading.doctor,
-        "say what this machine and installation can do",
-        "quanteval doctor",
-    )
-    doctor.add_argument("--json", action="store_true", help="print as JSON")
-    return parser
 
 
 def _listening(parser: argparse.ArgumentParser, port: int) -> None:

@@ -91,8 +91,8 @@ class Front:
             await http.answer_json(send, error.body(), error.status)
         except http.DisconnectedError:
             return
-        except QuantevalError as error:
-            await http.answer_json(send, http.error_object(500, str(error)), 500)
+        except Exception as error:
+            await http.answer_json(send, http.error_object(500, _said(error)), 500)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -258,12 +258,12 @@ class Front:
                         await http.begin_events(send)
                     await http.send_part(send, chunk.render(piece, first=not begun))
                     begun = True
-        except (HTTPError, QuantevalError, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             if not begun or (cancelled and not self._closing):
                 raise
             failure = (
-                http.error_object(503, CLOSING) if cancelled else http.error_object(500, str(error))
+                http.error_object(503, CLOSING) if cancelled else http.error_object(500, _said(error))
             )
             await http.send_part(send, http.event(failure) + http.DONE, more=False)
             return
@@ -271,7 +271,7 @@ class Front:
 
     async def _whole(self, ask: Ask, generations: list[Generation], send: Send) -> None:
         if ask.max_tokens != 0:
-            await asyncio.gather(*(self._drain(ask, one) for one in generations))
+            await self._drain_all(ask, generations)
         logprobs: list[dict[str, Any] | None] = [None] * len(generations)
         if ask.logprobs is not None:
             sequences = [(g.prompt.token_ids, tuple(g.token_ids)) for g in generations]
@@ -291,6 +291,15 @@ class Front:
         if ask.chat and ask.token_ids:
             body["prompt_token_ids"] = list(generations[0].prompt.token_ids)
         await http.answer_json(send, body)
+
+    async def _drain_all(self, ask: Ask, generations: list[Generation]) -> None:
+        """Generate every answer; once one fails, the others are cancelled."""
+        tasks = [asyncio.ensure_future(self._drain(ask, one)) for one in generations]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _drain(self, ask: Ask, generation: Generation) -> None:
         async with contextlib.aclosing(self._generate(ask, generation)) as pieces:  # type: ignore[type-var]
@@ -358,6 +367,12 @@ def _head(ask: Ask, model_name: str, number: str) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model_name,
     }
+
+
+def _said(error: BaseException) -> str:
+    """Return an error's text, with its type where that is none of ours."""
+    own = isinstance(error, HTTPError | QuantevalError)
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def _layers(told: Any, tokenize_s: float, detokenize_s: float) -> dict[str, float]:

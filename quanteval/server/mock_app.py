@@ -60,6 +60,7 @@ class MockApp:
         self._numbers = 0
         self._active = 0
         self._queue: deque[asyncio.Future[None]] = deque()
+        self._prefill_turn = asyncio.Lock()
         self._prefill_free_s = 0.0
         self._clock = StallingClock()
         self._clock_started = False
@@ -108,7 +109,7 @@ class MockApp:
 
     def _reset(self) -> None:
         self.truths.clear()
-        self._numbers = 0
+        self._arrived = self._numbers = 0
         self._clock.clear()
         self._clock_started = False
 
@@ -209,23 +210,32 @@ class MockApp:
                 return
         self._active -= 1
 
-    def _first_token_at(self, started_s: float, script: Script, prompt_tokens: int) -> float:
-        begin_s = started_s
-        if self.settings.exclusive_prefill:
-            begin_s = max(begin_s, self._prefill_free_s)
-        done_s = self._clock.after(begin_s, script.prefill_s(prompt_tokens))
-        self._prefill_free_s = max(self._prefill_free_s, done_s)
-        return done_s
+    async def _prefilled(self, started_s: float, script: Script, prompt_tokens: int) -> float:
+        """Wait until a prompt is read, and return when that was by the plan."""
+        work_s = script.prefill_s(prompt_tokens)
+        if not self.settings.exclusive_prefill:
+            return await self._worked(started_s, work_s)
+        async with self._prefill_turn:
+            begin_s = max(started_s, self._prefill_free_s)
+            try:
+                self._prefill_free_s = await self._worked(begin_s, work_s)
+            except asyncio.CancelledError:
+                self._prefill_free_s = perf_counter()
+                raise
+            return self._prefill_free_s
 
-    async def _until(self, at_s: float) -> None:
-        """Wait for a moment; a stall that began meanwhile is waited for too."""
+    async def _worked(self, begin_s: float, work_s: float) -> float:
+        """Wait until work that began at a moment is done, and return when that was by the plan.
+
+        From one moment of the plan to the next: what a wake-up is late does not add up. A stall that
+        begins meanwhile is waited for too.
+        """
         assert self._ticker is not None
         while True:
+            at_s = self._clock.after(begin_s, work_s)
             await self._ticker.until(at_s)
-            later = self._clock.after(at_s, 0.0)
-            if later <= at_s:
-                return
-            at_s = later
+            if self._clock.after(begin_s, work_s) <= at_s:
+                return at_s
 
     async def _serve(
         self, ask: Ask, script: Script, prompts: list[tuple[int, ...]], truth: Truth, send: Send
@@ -254,10 +264,11 @@ class MockApp:
             await http.send_part(send, wire.role())
         output, reason = self._answer(wire.ask, ids)
         assert truth.started_s is not None
-        at_s = self._first_token_at(truth.started_s, script, len(ids))
-        sent = 0
+        at_s = await self._prefilled(truth.started_s, script, len(ids))
+        sent, gap_s = 0, 0.0
         for some, text in pieces_of(output, self.settings.tokens_per_chunk):
-            await self._until(at_s)
+            if sent:
+                at_s = await self._worked(at_s, gap_s)
             if await self._fault(script, sent, truth, send):
                 return
             sent += len(some)
@@ -266,8 +277,7 @@ class MockApp:
             truth.chunk_tokens.append(len(some))
             await http.send_part(send, part)
             self._count("generation_tokens", len(some))
-            # From one moment of the plan to the next: what a wake-up is late does not add up.
-            at_s = self._clock.after(at_s, script.gap_s(self._active))
+            gap_s = script.gap_s(self._active)
         if await self._fault(script, sent, truth, send):
             return
         truth.status, truth.end_s = "ok", perf_counter()
@@ -296,20 +306,13 @@ class MockApp:
         outputs = [self._answer(wire.ask, ids) for ids in prompts]
         longest = max(len(output) for output, _ in outputs)
         assert truth.started_s is not None
-        at_s = self._first_token_at(truth.started_s, script, truth.prompt_tokens)
-        step = self.settings.tokens_per_chunk
-        for sent in range(0, longest, step):
-            await self._until(at_s)
-            if (after := script.drop_after) is not None and sent >= after:
-                truth.status, truth.end_s = "dropped", perf_counter()
-                raise DroppedError
-            if (after := script.error_after) is not None and sent >= after:
-                truth.status, truth.end_s = "stream_error", perf_counter()
-                raise HTTPError(500, self.settings.stream_error_text)
-            if sent + step < longest:
-                at_s = self._clock.after(at_s, script.gap_s(self._active))
-        if not longest:
-            await self._until(at_s)
+        at_s = await self._prefilled(truth.started_s, script, truth.prompt_tokens)
+        # The last step is the end: an error after the whole text is one too.
+        for sent in (*range(0, longest, self.settings.tokens_per_chunk), longest):
+            if 0 < sent < longest:
+                at_s = await self._worked(at_s, script.gap_s(self._active))
+            if longest:
+                await self._whole_fault(script, sent, truth, send)
         tokens = sum(len(output) for output, _ in outputs)
         body = http.dump(wire.whole(prompts, outputs))
         truth.chunk_s.append(perf_counter())
@@ -317,6 +320,18 @@ class MockApp:
         truth.status, truth.end_s = "ok", perf_counter()
         self._count("generation_tokens", tokens)
         await http.answer(send, body)
+
+    async def _whole_fault(self, script: Script, sent: int, truth: Truth, send: Send) -> None:
+        """Fail an answer that is not streamed where a stream of it would have."""
+        if (after := script.drop_after) is not None and sent >= after:
+            truth.status, truth.end_s = "dropped", perf_counter()
+            # Before its head is out, a failure of the app would be answered and not cut.
+            head = [(b"content-type", http.JSON), (b"content-length", b"1")]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+            raise DroppedError
+        if (after := script.error_after) is not None and sent >= after:
+            truth.status, truth.end_s = "stream_error", perf_counter()
+            raise HTTPError(500, self.settings.stream_error_text)
 
     # ---- counting
 

@@ -74,7 +74,8 @@ class MockSettings:
     """The connection is cut after so many tokens."""
     drop_connection_share: float = 1.0
     die_after_requests: int | None = None
-    """The process exits when one more request than this arrives; in a process of its own only."""
+    """The process exits when one more request than this arrives since the start or the last reset; in a process of
+    its own only."""
 
     answers: Mapping[str, str] = field(default_factory=dict)
     """Piece of a prompt: answer; the longest piece that occurs decides."""
