@@ -16,7 +16,7 @@ from quanteval.bench.client import LoadPoint
 from quanteval.bench.loops import ClosedLoop, OpenLoop, OpenState
 from quanteval.bench.prompts import PlannedRequest, PromptMaker
 from quanteval.bench.running import LoopRun
-from quanteval.interfaces import Request, Session
+from quanteval.interfaces import Request, Session, WatchesDevice
 from quanteval.records import LoadPointRecord, RequestTrace, UtilizationSample
 
 __all__ = ["OpenState", "Sampler", "drive_closed", "drive_open"]
@@ -92,6 +92,8 @@ def _drive(
     session: Session, point: LoadPoint, loop: LoopRun, sampler: Sampler | None
 ) -> Generator[RequestTrace | LoadPointRecord, None, None]:
     before = loop.server_metrics()
+    if sampler is None and isinstance(session, WatchesDevice):
+        sampler = session.device_sampler
     utilization: UtilizationSample | None = None
     with contextlib.ExitStack() as stack:
         read = stack.enter_context(sampler()) if sampler is not None else None

@@ -183,6 +183,11 @@ def _looking(verb: Verb) -> None:
         "quanteval doctor",
     )
     doctor.add_argument("--json", action="store_true", help="print as JSON")
+    doctor.add_argument(
+        "--load-client",
+        action="store_true",
+        help="measure what the load client adds to its figures here (about 20 seconds)",
+    )
 
 
 def _serving(verb: Verb) -> None:

@@ -123,6 +123,11 @@ def show(parsed: argparse.Namespace) -> int:
 
 def doctor(parsed: argparse.Namespace) -> int:
     """Print what this machine can do."""
+    if parsed.load_client:
+        from quanteval.client_overhead import client_overhead, overhead_lines
+
+        print("\n".join(overhead_lines(client_overhead())))
+        return 0
     from quanteval.doctor import diagnose
 
     checks = diagnose()

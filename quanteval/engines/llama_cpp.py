@@ -51,7 +51,7 @@ class LlamaCppEngine:
             )
         if package_version("xllamacpp") is None:
             raise UnsupportedError(
-                'engine=llama_cpp needs xllamacpp: pip install "quanteval[llama_cpp]"'
+                'engine=llama_cpp needs xllamacpp: pip install "quanteval[llama-cpp]"'
             )
 
     @contextlib.contextmanager

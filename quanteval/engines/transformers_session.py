@@ -10,10 +10,11 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from quanteval.engines import census
+from quanteval.engines import census, nvml
 from quanteval.engines import memory as accounting
 from quanteval.engines.batching import Batcher, ContinuousBatcher, Event
 from quanteval.engines.generation import Generation
@@ -30,7 +31,7 @@ from quanteval.interfaces import (
     ScoreRequest,
     TokenLogprobs,
 )
-from quanteval.records import Effective, MemoryUse
+from quanteval.records import Effective, MemoryUse, UtilizationSample
 
 PROBE_TOKENS = 256
 
@@ -377,6 +378,12 @@ class TransformersSession:
             activation=self._activation,
             weights_mapped_bytes=accounting.mapped_weight_bytes(self._model),
         )
+
+    def device_sampler(self) -> AbstractContextManager[Callable[[], UtilizationSample]]:
+        """Watch the device's own counters; a CPU has none that are read here."""
+        if self._limits.device == "cuda":
+            return nvml.watch_device()
+        return contextlib.nullcontext(lambda: nvml.nothing("a CPU has no such counters"))
 
     def _measure_activation(self) -> accounting.ActivationPeak:
         import torch

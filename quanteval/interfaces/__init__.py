@@ -28,6 +28,7 @@ from quanteval.interfaces.sessions import (
     Session,
     StreamsAsync,
     TellsMetrics,
+    WatchesDevice,
 )
 
 __all__ = [
@@ -56,5 +57,6 @@ __all__ = [
     "TokenLogprobs",
     "Tokenizer",
     "TopLogprobs",
+    "WatchesDevice",
     "hash_token_ids",
 ]

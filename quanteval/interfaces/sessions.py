@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from quanteval.interfaces.requests import (
     TokenLogprobs,
     TopLogprobs,
 )
-from quanteval.records import Artifact, Effective, MemoryUse
+from quanteval.records import Artifact, Effective, MemoryUse, UtilizationSample
 
 
 class Session(Protocol):
@@ -102,6 +102,15 @@ class OwnsProcesses(Protocol):
 
     def gone(self) -> str:
         """Return why they ended, '' while they are there."""
+        ...
+
+
+@runtime_checkable
+class WatchesDevice(Protocol):
+    """A session that can watch the device it computes on."""
+
+    def device_sampler(self) -> AbstractContextManager[Callable[[], UtilizationSample]]:
+        """Watch while the block runs; what is yielded tells, once, at its end, what the device did."""
         ...
 
 

@@ -263,7 +263,9 @@ class Front:
             if not begun or (cancelled and not self._closing):
                 raise
             failure = (
-                http.error_object(503, CLOSING) if cancelled else http.error_object(500, _said(error))
+                http.error_object(503, CLOSING)
+                if cancelled
+                else http.error_object(500, _said(error))
             )
             await http.send_part(send, http.event(failure) + http.DONE, more=False)
             return

@@ -13,6 +13,8 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 DEFAULT_COMPLETION_TOKENS = 16
 MOST_LOGPROBS = 100
+LARGEST_SEED = 2**63 - 1
+"""What random generators take."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def read_ask(body: Mapping[str, Any], chat: bool) -> Ask:
         temperature=fields.number("temperature", 1.0, low=0.0),
         top_p=fields.number("top_p", 1.0, low=0.0, high=1.0),
         top_k=max(fields.whole("top_k", 0, low=-1) or 0, 0),
-        seed=fields.whole("seed", None),
+        seed=fields.whole("seed", None, low=-LARGEST_SEED - 1, high=LARGEST_SEED),
         stop=_stop(body.get("stop")),
         ignore_eos=fields.flag("ignore_eos"),
         stream=stream,

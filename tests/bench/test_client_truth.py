@@ -109,7 +109,7 @@ def test_every_figure_is_the_server_s(mode):
             5,
             "out of memory",
         ),
-        ({"drop_connection_after": 4}, "error", 4, ""),
+        ({"drop_connection_after": 6}, "error", 6, ""),
     ],
 )
 def test_what_goes_wrong_on_the_server_is_told(fields, status, tokens, says):
