@@ -8,10 +8,11 @@ from functools import partial
 from quanteval.config import compose, make_plan
 from quanteval.errors import ConfigError, QuantevalError
 from quanteval.evidence import SuiteFacts
-from quanteval.interfaces import ModelSource
+from quanteval.interfaces import ModelSource, Scheme
 from quanteval.models import classify, resolve_model
 from quanteval.planning import blocking, forecasts, idle_text, unknown_tasks
 from quanteval.policy import Policy
+from quanteval.records import Artifact
 from quanteval.runplan import RunPlan
 
 
@@ -92,9 +93,29 @@ def _task(plan: RunPlan, name: str, facts: dict[str, SuiteFacts]) -> str:
 def _scheme(plan: RunPlan, name: str) -> str:
     """Check shapes too where the model is already a local folder."""
     device = plan.engine.object.device
-    plan.variants[name].object.check(_local_source(plan), device)
+    scheme = plan.variants[name].object
+    source = _local_source(plan)
+    scheme.check(source, device)
+    plan.engine.object.check(_provisional(name, scheme, source))
     role = "baseline" if name == plan.baseline else "candidate"
     return f"can run on {device} ({role})"
+
+
+def _provisional(name: str, scheme: Scheme, source: ModelSource | None) -> Artifact:
+    """Return what is known of an artifact before it is built: enough for an engine to refuse its format."""
+    return Artifact(
+        scheme=name,
+        scheme_config={},
+        precision=scheme.precision,
+        model_id=source.id if source else "",
+        model_revision=None,
+        model_provenance="",
+        weights_digest="",
+        path="" if source is None or scheme.precision.quantized else str(source.path),
+        format=getattr(scheme, "artifact_format", "transformers"),
+        bytes_on_disk=0,
+        build_s=0.0,
+    )
 
 
 def _local_source(plan: RunPlan) -> ModelSource | None:

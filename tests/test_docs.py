@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from quanteval.config import compose, make_plan
 from quanteval.records import Verdict
 from quanteval.report import Table, render_terminal, verdict_text
+from quanteval.resources import presets
 from quanteval.store import read_record
 
 ROOT = Path(__file__).parent.parent
@@ -101,3 +103,18 @@ def test_the_default_suite_is_what_a_run_takes():
     for name in ("smoke", "code", "full"):
         assert compose([f"suite={name}"]).task
     assert list(compose(["suite=code", "task=[pydoc]"]).task) == ["pydoc"]
+
+
+def test_the_runs_of_serving_md_compose_and_its_tables_name_what_there_is():
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    runs = [command[2:] for command in commands if command[:2] == ["quanteval", "run"]]
+    assert len(runs) >= 4
+    for overrides in runs:
+        plan = make_plan(compose(overrides))
+        assert plan.variants
+    engines = set(re.findall(r"^\| `(\w+)` \|", text.partition("## Workloads")[0], re.M))
+    assert engines == set(presets("engine"))
+    workloads = set(re.findall(r"^\| `(\w+)` \|", text.partition("## Workloads")[2], re.M))
+    assert workloads == set(presets("workload"))

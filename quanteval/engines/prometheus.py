@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(,|(?=\}))')
@@ -16,17 +16,40 @@ _ESCAPED = re.compile(r"\\(.)")
 _COUNTER = re.compile(r"_(?:total|sum|count|bucket)(?:\{|$)")
 
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
-    "queue_s_sum": ("vllm:request_queue_time_seconds_sum",),
-    "queue_s_count": ("vllm:request_queue_time_seconds_count",),
-    "prefill_s_sum": ("vllm:request_prefill_time_seconds_sum", "llamacpp:prompt_seconds_total"),
-    "prefill_s_count": ("vllm:request_prefill_time_seconds_count",),
+    "queue_s_sum": (
+        "quanteval:request_queue_time_seconds_sum",
+        "vllm:request_queue_time_seconds_sum",
+    ),
+    "queue_s_count": (
+        "quanteval:request_queue_time_seconds_count",
+        "vllm:request_queue_time_seconds_count",
+    ),
+    "prefill_s_sum": (
+        "quanteval:request_prefill_time_seconds_sum",
+        "vllm:request_prefill_time_seconds_sum",
+        "llamacpp:prompt_seconds_total",
+    ),
+    "prefill_s_count": (
+        "quanteval:request_prefill_time_seconds_count",
+        "vllm:request_prefill_time_seconds_count",
+    ),
     "decode_s_sum": (
+        "quanteval:request_decode_time_seconds_sum",
         "vllm:request_decode_time_seconds_sum",
         "llamacpp:tokens_predicted_seconds_total",
     ),
-    "decode_s_count": ("vllm:request_decode_time_seconds_count",),
-    "ttft_s_sum": ("vllm:time_to_first_token_seconds_sum",),
-    "ttft_s_count": ("vllm:time_to_first_token_seconds_count",),
+    "decode_s_count": (
+        "quanteval:request_decode_time_seconds_count",
+        "vllm:request_decode_time_seconds_count",
+    ),
+    "ttft_s_sum": (
+        "quanteval:time_to_first_token_seconds_sum",
+        "vllm:time_to_first_token_seconds_sum",
+    ),
+    "ttft_s_count": (
+        "quanteval:time_to_first_token_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+    ),
     "itl_s_sum": (
         "vllm:inter_token_latency_seconds_sum",
         "vllm:time_per_output_token_seconds_sum",
@@ -35,11 +58,25 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
         "vllm:inter_token_latency_seconds_count",
         "vllm:time_per_output_token_seconds_count",
     ),
-    "e2e_s_sum": ("vllm:e2e_request_latency_seconds_sum",),
-    "e2e_s_count": ("vllm:e2e_request_latency_seconds_count",),
-    "requests_total": ("vllm:request_success_total",),
-    "prompt_tokens_total": ("vllm:prompt_tokens_total", "llamacpp:prompt_tokens_total"),
-    "output_tokens_total": ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total"),
+    "e2e_s_sum": (
+        "quanteval:e2e_request_latency_seconds_sum",
+        "vllm:e2e_request_latency_seconds_sum",
+    ),
+    "e2e_s_count": (
+        "quanteval:e2e_request_latency_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+    ),
+    "requests_total": ("quanteval:request_success_total", "vllm:request_success_total"),
+    "prompt_tokens_total": (
+        "quanteval:prompt_tokens_total",
+        "vllm:prompt_tokens_total",
+        "llamacpp:prompt_tokens_total",
+    ),
+    "output_tokens_total": (
+        "quanteval:generation_tokens_total",
+        "vllm:generation_tokens_total",
+        "llamacpp:tokens_predicted_total",
+    ),
     "prefix_cache_queries_total": (
         "vllm:prefix_cache_queries_total",
         "vllm:gpu_prefix_cache_queries_total",
@@ -54,22 +91,32 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
         "vllm:gpu_cache_usage_perc",
         "llamacpp:kv_cache_usage_ratio",
     ),
-    "requests_running": ("vllm:num_requests_running", "llamacpp:requests_processing"),
-    "requests_waiting": ("vllm:num_requests_waiting", "llamacpp:requests_deferred"),
+    "requests_running": (
+        "quanteval:num_requests_running",
+        "vllm:num_requests_running",
+        "llamacpp:requests_processing",
+    ),
+    "requests_waiting": (
+        "quanteval:num_requests_waiting",
+        "vllm:num_requests_waiting",
+        "llamacpp:requests_deferred",
+    ),
 }
-"""Our name: the names that servers give it, the newest first. Seconds, tokens, requests; usage is a share of 1."""
+"""Our name: the names that servers give it, a server's newest first. Seconds, tokens, requests; usage a share of 1."""
 AVERAGED = frozenset({"kv_cache_usage"})
 """Shares: several engines behind one address have their mean, where everything else has its sum."""
 LAYERS = ("queue", "prefill", "decode")
 
 
-def parse(text: str, *, buckets: bool = False) -> dict[str, float]:
+def parse(text: str, *, buckets: bool = False, without: Collection[str] = ()) -> dict[str, float]:
     """Return every finite sample by name and labels; the buckets of histograms only when asked for.
 
+    Labels named in `without` are left out; samples that only they told apart are summed.
     Time stamps, exemplars, `_created` samples and comments are left out; samples of the same name and labels
     are a server's mistake, and the last one counts.
     """
-    found = {}
+    found: dict[str, float] = {}
+    dropped: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         sample = _sample(line.strip())
         if sample is None:
@@ -79,9 +126,16 @@ def parse(text: str, *, buckets: bool = False) -> dict[str, float]:
             not buckets and name.endswith("_bucket") and "le" in labels
         ):
             continue
-        inside = ",".join(f'{label}="{_quoted(labels[label])}"' for label in sorted(labels))
-        found[f"{name}{{{inside}}}" if inside else name] = value
+        kept = _key(name, {label: labels[label] for label in labels if label not in without})
+        same = dropped.setdefault(kept, {})
+        same[_key(name, labels)] = value
+        found[kept] = math.fsum(same.values())
     return found
+
+
+def _key(name: str, labels: Mapping[str, str]) -> str:
+    inside = ",".join(f'{label}="{_quoted(labels[label])}"' for label in sorted(labels))
+    return f"{name}{{{inside}}}" if inside else name
 
 
 def _sample(line: str) -> tuple[str, dict[str, str], float] | None:

@@ -31,6 +31,9 @@ VARIABLE = "QUANTEVAL_VLLM"
 CPU_KV_CACHE_GB = 2.0
 CPU_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 """Methods of quantization that vLLM 0.32 serves on a CPU out of the box."""
+TOLD_WITH_ANSWERS = ("--enable-prompt-tokens-details", "--enable-per-request-metrics")
+NO_STATISTICS = "--disable-log-stats"
+CLI_SOURCES = "lib/python3*/*-packages/vllm/entrypoints/*/cli_args.py"
 OWN_OPTIONS = (
     "--model",
     "--host",
@@ -147,13 +150,22 @@ class VLLMEngine:
             "generation-config": "vllm",
             "uvicorn-log-level": "warning",
         }
-        flags = [f"--{prefix}enable-prefix-caching"]
+        flags = [f"--{prefix}enable-prefix-caching", *self._told_with_answers()]
         flags += ["--enforce-eager"] if self.enforce_eager else []
         flags += ["--trust-remote-code"] if artifact.trust_remote_code else []
         given = [f"--{key}={value}" for key, value in options.items() if value is not None]
         return [
             str(self.find_executable()), "serve", artifact.path, *given, *flags, *self.extra_args
         ]  # fmt: skip
+
+    def _told_with_answers(self) -> list[str]:
+        """Return the options by which answers tell layers and cached tokens, as far as this vLLM has them."""
+        known = known_options(self.find_executable())
+        wanted = ["--enable-prompt-tokens-details"]
+        # Times of requests are part of the statistics: a server without these does not start with it.
+        if NO_STATISTICS not in self.extra_args:
+            wanted.append("--enable-per-request-metrics")
+        return [option for option in wanted if option in known]
 
     def _kv_cache_bytes(self) -> int | None:
         if self.kv_cache_gb is None and self.device == "cuda":
@@ -206,6 +218,24 @@ class VLLMEngine:
             # The log of a server that died is named in the error, and stays.
             if not keep_log:
                 shutil.rmtree(place, ignore_errors=True)
+
+
+def known_options(command: Path) -> frozenset[str]:
+    """Return which of `TOLD_WITH_ANSWERS` a `vllm` command has, by the sources in its environment.
+
+    Asking the command itself takes as long as importing torch. Where no sources are found, none.
+    """
+    prefixes = dict.fromkeys(path.parent.parent for path in (command, command.resolve()))
+    texts = [
+        source.read_text(encoding="utf-8", errors="replace")
+        for prefix in prefixes
+        for source in sorted(prefix.glob(CLI_SOURCES))
+    ]
+    return frozenset(
+        option
+        for option in TOLD_WITH_ANSWERS
+        if any(option.removeprefix("--").replace("-", "_") in text for text in texts)
+    )
 
 
 def _wait(process: ServerProcess, port: int, timeout_s: float) -> int:

@@ -45,7 +45,7 @@ class Served:
 
 
 class VLLMSession(HTTPSession):
-    """A session on a server whose log and processes are at hand."""
+    """A session on a server whose log and processes are at hand; implements OwnsProcesses."""
 
     def __init__(self, remote: Remote, tokenizer: Tokenizer, served: Served) -> None:
         self._served = served
@@ -59,12 +59,27 @@ class VLLMSession(HTTPSession):
             memory=self._measure,
         )
         # From here on the peak is that of serving: loading, compiling and warming up had theirs.
+        self._loading_peak = served.process.peak_rss_bytes()
         served.process.reset_peak_rss()
+        self._serving_peak = 0
         self._at_rest_bytes = served.process.rss_bytes()
 
     def rss_bytes(self) -> int:
         """Return the resident memory of the server's processes."""
         return self._served.process.rss_bytes()
+
+    def take_peak_bytes(self) -> int:
+        """Return their highest resident memory since the last call, loading included at the first; begin anew."""
+        peak = self._served.process.peak_rss_bytes()
+        self._served.process.reset_peak_rss()
+        self._serving_peak = max(self._serving_peak, peak)
+        loading, self._loading_peak = self._loading_peak, 0
+        return max(peak, loading)
+
+    def gone(self) -> str:
+        """Return why the server ended, '' while it is there."""
+        reason = self.remote.alive() if self.remote.alive is not None else None
+        return reason or ""
 
     def server_metrics(self) -> dict[str, float]:
         """Return vLLM's own counters and gauges, with the buckets of a request's layers; {} when it does not tell."""
@@ -93,7 +108,7 @@ class VLLMSession(HTTPSession):
             facts=facts,
             config=read_config(Path(served.artifact.path)),
             at_rest_bytes=self._at_rest_bytes,
-            peak_bytes=served.process.peak_rss_bytes(),
+            peak_bytes=max(self._serving_peak, served.process.peak_rss_bytes()),
         )
 
 
@@ -117,10 +132,13 @@ def block_tokens(page: str) -> int | None:
 
 
 def own_metrics(text: str) -> dict[str, float]:
-    """Return the `vllm:` samples of a metrics page; buckets only of the histograms in `KEPT_BUCKETS`."""
+    """Return the `vllm:` samples of a metrics page; buckets only of the histograms in `KEPT_BUCKETS`.
+
+    The label with the model's name is left out: it is drawn anew at each start, and samples are compared by name.
+    """
     return {
         name: value
-        for name, value in parse(text, buckets=True).items()
+        for name, value in parse(text, buckets=True, without=("model_name",)).items()
         if name.startswith("vllm:")
         and "_info{" not in name
         and ("_bucket{" not in name or any(kept in name for kept in KEPT_BUCKETS))

@@ -30,6 +30,8 @@ class Endpoint:
     activation_bits: float = 16
     compute: str = "float"
 
+    artifact_format = "endpoint"
+
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

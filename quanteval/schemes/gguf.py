@@ -49,6 +49,8 @@ class GGUF:
     type: FileType = "Q8_0"
     embeddings: FileType | None = None
 
+    artifact_format = "gguf"
+
     def __post_init__(self) -> None:
         if self.type in FLOAT_TYPES and self.embeddings not in (None, *FLOAT_TYPES):
             raise ValueError(f'embeddings "{self.embeddings}" are coarser than type "{self.type}"')
@@ -90,6 +92,8 @@ class GGUFFile:
 
     file: str
     sha256: str = ""
+
+    artifact_format = "gguf"
 
     @property
     def precision(self) -> Precision:

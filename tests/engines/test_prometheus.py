@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quanteval.engines.prometheus import delta, mean_layers, neutral, parse, prefix_hit_share
+from quanteval.engines.prometheus import (
+    LAYERS,
+    delta,
+    mean_layers,
+    neutral,
+    parse,
+    prefix_hit_share,
+)
+from quanteval.server.counting import Counts
 
 PAGE = r"""
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -47,6 +55,15 @@ def test_labels_are_ordered_and_buckets_left_out():
 def test_buckets_are_kept_when_asked_for():
     found = parse(PAGE, buckets=True)
     assert (found['t_bucket{le="0.1"}'], found['t_bucket{le="+Inf"}']) == (2, 3)
+
+
+def test_samples_told_apart_by_a_label_left_out_are_summed():
+    assert parse(PAGE, without=("engine",)) == {
+        **{k: v for k, v in parse(PAGE).items() if not k.startswith("vllm:")},
+        'vllm:num_requests_running{model_name="m"}': 7,
+    }
+    page = 'a{x="1"} 2\na{x="1"} 3\na{x="2"} 4\n'
+    assert parse(page, without=("x",)) == {"a": 7}, "the last of two samples of one name counts"
 
 
 @given(st.text())
@@ -95,6 +112,22 @@ def test_servers_names_become_ours():
     assert found.pop("kv_cache_usage") == 0.30000000000000004
     assert found == {"requests_running": 7, "prompt_tokens_total": 12}
     assert neutral(found) == found
+
+
+def test_the_names_of_our_own_server_are_known():
+    counts = Counts()
+    layers = dict.fromkeys(LAYERS, 0.5)
+    with counts.following(7) as request:
+        assert neutral(parse(counts.text("m")))["requests_waiting"] == 1
+        request.tokens(3)
+        assert neutral(parse(counts.text("m")))["requests_running"] == 1
+        request.end(layers)
+    told = neutral(parse(counts.text("m")))
+    assert mean_layers(told) == layers
+    totals = ("prompt_tokens_total", "output_tokens_total", "requests_total", "ttft_s_count",
+              "e2e_s_count", "requests_running", "requests_waiting")  # fmt: skip
+    assert [told[name] for name in totals] == [7, 3, 1, 1, 1, 0, 0]
+    assert told["e2e_s_sum"] >= told["ttft_s_sum"] > 0
 
 
 def test_mean_layers_need_a_count():

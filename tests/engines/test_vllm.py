@@ -20,7 +20,7 @@ from quanteval.engines.vllm import VLLMEngine
 from quanteval.engines.vllm_log import GIB, VLLMFacts, loading_began, read_log
 from quanteval.engines.vllm_session import account, block_tokens, own_metrics, policy_line
 from quanteval.errors import EngineError, UnsupportedError
-from quanteval.interfaces import Calibration, Request, Sampling, ScoreRequest
+from quanteval.interfaces import Calibration, OwnsProcesses, Request, Sampling, ScoreRequest
 from quanteval.records import Artifact, Precision
 from quanteval.schemes.none import Unquantized
 
@@ -150,6 +150,30 @@ def test_the_command_says_everything(installed):
     )
 
 
+def test_answers_tell_what_this_vllm_can_tell(installed):
+    """Only the sources in the environment say so: an older vLLM would not start with an option it has not."""
+    sources = installed / "lib" / "python3.11" / "site-packages" / "vllm" / "entrypoints" / "openai"
+    sources.mkdir(parents=True)
+    engine = VLLMEngine(executable=str(installed))
+    details, metrics = "--enable-prompt-tokens-details", "--enable-per-request-metrics"
+
+    def told(engine):
+        command = engine.command(artifact("/a"), 1, "n")
+        return [option for option in command if option in (details, metrics)]
+
+    assert told(engine) == []
+    (sources / "cli_args.py").write_text("    enable_prompt_tokens_details: bool = False\n")
+    assert told(engine) == [details]
+    with (sources / "cli_args.py").open("a") as file:
+        file.write("    enable_per_request_metrics: bool = False\n")
+    assert told(engine) == [details, metrics]
+    assert told(replace(engine, extra_args=("--disable-log-stats",))) == [details]
+    link = installed.parent / "elsewhere" / "bin" / "vllm"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(installed / "bin" / "vllm")
+    assert told(replace(engine, executable=str(link))) == [details, metrics]
+
+
 def test_a_server_that_dies_leaves_a_reason_and_its_log(installed, tmp_path):
     (installed / "bin" / "vllm").write_text("#!/bin/sh\necho 'ValueError: no such model'\nexit 3\n")
     engine = VLLMEngine(executable=str(installed))
@@ -232,6 +256,8 @@ def test_recorded_metrics_tell_the_layers():
     assert all(name.startswith("vllm:") for name in own)
     assert [name for name in own if "queue_time_seconds_bucket" in name]
     assert not [name for name in own if "_info" in name]
+    assert "model_name=" in AFTER
+    assert not [name for name in own if "model_name=" in name]
     assert block_tokens(AFTER) == 128
     assert block_tokens("") is None
 
@@ -310,6 +336,16 @@ def test_the_embedded_model_is_served_on_a_cpu(embedded_model, tmp_path):
         (served,) = session.loglikelihood([ScoreRequest("scored", ids)])
         effective, memory = session.describe(), session.memory()
         assert session.rss_bytes() > memory.weights_bytes
+        assert isinstance(session, OwnsProcesses)
+        loading = session.take_peak_bytes()
+        assert memory.process_peak_bytes <= loading
+        assert session.rss_bytes() <= session.take_peak_bytes() <= loading
+        assert session.memory().process_peak_bytes == memory.process_peak_bytes
+        assert session.gone() == ""
+        # What vLLM tells with each answer, where this one does.
+        assert chunks[-1].cached_prompt_tokens == 0
+        assert chunks[-1].layers.keys() == {"queue", "prefill", "decode", "network"}
+        assert not [name for name in session.server_metrics() if "model_name" in name]
         assert neutral(session.server_metrics())["prefix_cache_hits_total"] == 0
         assert session.max_context <= 1024
         assert session.batch_policy.startswith("vLLM ")

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quanteval.engines.fake import ByteTokenizer, FakeEngine, FakeSession
-from quanteval.engines.prometheus import mean_layers, neutral, parse
+from quanteval.engines.prometheus import parse
 from quanteval.errors import EngineError
 from quanteval.interfaces import Chunk, Request, Sampling, ScoreRequest, TopLogprobs
 from quanteval.records import Effective, MemoryUse
@@ -582,7 +582,7 @@ def spec(folder, artifact, **fields):
     ready = folder / "ready.json"
     node = {"_target_": "quanteval.engines.fake.FakeEngine", "default_answer": "ok", "itl_s": 0.01}
     made = {
-        "artifact": str(folder / "artifact.json"), "engine": node, "prefixes": [],
+        "artifact": str(folder / "artifact.json"), "engine": node, "prefixes": ["quanteval."],
         "host": "127.0.0.1", "port": 0, "model_name": "named", "threads": 1,
         "parent_pid": os.getpid(), "ready_file": str(ready), **fields,
     }  # fmt: skip
@@ -591,10 +591,15 @@ def spec(folder, artifact, **fields):
     return path, ready
 
 
+def started(process, ready):
+    until(lambda: ready.exists() or process.poll() is not None, 60)
+    return ready.exists()
+
+
 def test_a_server_process_says_where_it_is_and_ends_with_sigterm(fake_artifact, tmp_path):
     path, ready = spec(tmp_path, fake_artifact)
     with process(["quanteval.server", str(path)]) as server:
-        assert until(ready.exists, 60), server.poll()
+        assert started(server, ready)
         told = json.loads(ready.read_text())
         assert told["pid"] == server.pid
         url = f"http://127.0.0.1:{told['port']}"
@@ -625,7 +630,7 @@ def test_a_server_dies_with_its_parent(fake_artifact, tmp_path):
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert until(ready.exists, 60), parent.poll()
+        assert started(parent, ready)
         child = psutil.Process(json.loads(ready.read_text())["pid"])
         assert child.ppid() == parent.pid
     finally:
@@ -645,12 +650,12 @@ def test_a_server_that_cannot_start_says_why_in_a_line(fake_artifact, tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_mock_server_from_the_command_line(tmp_path, how):
-    arguments = ["quanteval", "mock-server", "ttft_s=0.01", "default_answer=yes", "--port", "0"]
+    arguments = ["quanteval", "mock-server", "ttft_s=0.01", "default_answer=sure", "--port", "0"]
     with process(arguments, cwd=tmp_path) as server:
         address = server.stdout.readline().strip()
         assert address.startswith("http://127.0.0.1:") and address.endswith("/v1"), server.poll()
         url = address.removesuffix("/v1")
-        assert complete(url, max_tokens=9).json["choices"][0]["text"] == "yes"
+        assert complete(url, max_tokens=9).json["choices"][0]["text"] == "sure"
         server.send_signal(how)
         _, err = server.communicate(timeout=30)
     assert "Traceback" not in err
