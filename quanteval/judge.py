@@ -17,6 +17,7 @@ from quanteval.report import (
     Table,
     build_table,
     details_markdown,
+    details_text,
     load_files,
     openmetrics_text,
     render_csv,
@@ -235,9 +236,10 @@ def report(run: RunDirectory) -> Table:
     return table
 
 
-def details(run: RunDirectory) -> str:
-    """Return a run's latency by load point and bucket, and its memory by part, as Markdown."""
-    return details_markdown(load_run(run), run.load_manifest().baseline)
+def details(run: RunDirectory, *, markdown: bool) -> str:
+    """Return latency and throughput by load, capacity, memory by part and utilization of a run's variants."""
+    render = details_markdown if markdown else details_text
+    return render(load_run(run), run.load_manifest().baseline)
 
 
 def openmetrics(run: RunDirectory) -> str:

@@ -131,7 +131,7 @@ def _judging(verb: Verb) -> None:
     report.add_argument(
         "--details",
         action="store_true",
-        help="latency by load point and prompt length, memory by part (Markdown)",
+        help="latency by load and prompt length, capacity, memory by part, utilization (text or md)",
     )
 
     compare = verb(

@@ -56,7 +56,7 @@ def report(parsed: argparse.Namespace) -> int:
     run = find_run(parsed.run)
     table = make_report(run)
     if parsed.details:
-        print(details(run), end="")
+        print(details(run, markdown=parsed.format == "md"), end="")
         return 0
     if parsed.publish:
         print(f"published: {publish(run, parsed.publish)}")

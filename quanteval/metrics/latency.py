@@ -60,6 +60,8 @@ class LoadPointSummary:
 
     load_point: str
     concurrency: int
+    rate: float
+    """Requests/s that an open loop offers; 0 for a closed one."""
     bucket: str | None
     requests: int
     """Requests sent to be measured."""
@@ -180,6 +182,7 @@ def _summary(bucket: str | None, group: Sequence[RequestTrace]) -> LoadPointSumm
     return LoadPointSummary(
         load_point=group[0].load_point,
         concurrency=group[0].concurrency,
+        rate=group[0].rate,
         bucket=bucket,
         requests=len(measured),
         failed=sum(not ended_well(trace) for trace in measured),

@@ -12,7 +12,7 @@ import numpy as np
 from quanteval.errors import EvidenceError
 from quanteval.evidence import RuleContext, ScoreSet, VariantEvidence
 from quanteval.looks import stopped_early
-from quanteval.metrics.latency import Distribution, best_point, point, summarize
+from quanteval.metrics.latency import Distribution, LoadPointSummary, best_point, point, summarize
 from quanteval.metrics.quality import metrics_of
 from quanteval.records import Finding, Manifest, Verdict
 from quanteval.rules._rounds import interleaving, rounds_of
@@ -86,7 +86,7 @@ FIXED = (
     Column("tpot_p95", "TPOT p95 ms", "seconds", SPEED),
     Column("tps_1", "tok/s, 1 stream", "rate", SPEED, "output tokens/s of the median stream, first token left out"),
     Column("tps_1_ratio", "1 stream ratio", "ratio", SPEED, "relative to the baseline's"),
-    Column("tps_best", "tok/s, best load", "rate", SPEED, "output tokens/s, all streams, at the concurrency named"),
+    Column("tps_best", "tok/s, best load", "rate", SPEED, "output tokens/s of all streams, at the load named"),
     Column("tps_best_ratio", "best load ratio", "ratio", SPEED, "relative to the baseline's"),
 )  # fmt: skip
 
@@ -176,11 +176,15 @@ def _speed_cells(
     if best is not None:
         yield (
             "tps_best",
-            Cell(best.output_tps, n=best.steady_requests, note=f"at {best.concurrency}"),
+            Cell(best.output_tps, n=best.steady_requests, note=f"at {_load_text(best)}"),
         )
         if baseline is not None and base_best is not None:
             seen = Cell(_ratio(best.output_tps, base_best.output_tps))
             yield "tps_best_ratio", _over_rounds("output_tps", baseline, variant) or seen
+
+
+def _load_text(summary: LoadPointSummary) -> str:
+    return f"{summary.rate:.3g}/s" if summary.rate else str(summary.concurrency)
 
 
 def _over_rounds(

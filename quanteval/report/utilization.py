@@ -11,7 +11,7 @@ from quanteval.metrics.capacity import slo_of
 from quanteval.metrics.latency import ended_well
 from quanteval.metrics.load import Load, loads_of
 from quanteval.metrics.utilization import Utilization, decode_utilization, prefill_utilization
-from quanteval.records import RequestTrace
+from quanteval.records import RequestTrace, UtilizationSample
 from quanteval.records.variants import ModelShape
 from quanteval.report.sheet import Field, Sheet
 from quanteval.report.table import Cell
@@ -114,10 +114,28 @@ def _row(variant: str, load_point: str, found: Utilization, n: int) -> dict[str,
     }
 
 
+def _tells(seen: UtilizationSample | None) -> bool:
+    figures = ("sm_active", "sm_occupancy", "tensor_active", "memory_bandwidth", "power_w")
+    return seen is not None and any(getattr(seen, name) is not None for name in figures)
+
+
 def device_sheet(variants: Sequence[VariantEvidence]) -> Sheet:
     """Return what the device's own counters said of each run of a load point, or why they said nothing."""
     rows = []
     for variant in variants:
+        silent = {r.utilization.reason for r in variant.load_points if r.utilization is not None}
+        told = any(_tells(r.utilization) for r in variant.load_points)
+        if silent and not told and len(silent) == 1:
+            # One row says it for all load points.
+            rows.append(
+                {
+                    "variant": Cell(variant.name),
+                    "load_point": Cell("all"),
+                    "source": Cell("none"),
+                    "reason": Cell(silent.pop()),
+                }
+            )
+            continue
         for record in variant.load_points:
             seen = record.utilization
             if seen is not None:
