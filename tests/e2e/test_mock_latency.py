@@ -1,4 +1,4 @@
-"""Latency formulas end to end: a server with set timings that keeps the truth, our HTTP session, the load client, the metrics.
+"""Latency formulas end to end: a mock server that keeps the truth, the HTTP session, the load client, the metrics.
 
 Every figure is computed twice: from the client's traces by `metrics.latency`, and from the server's own
 times, which are on the same clock, by the formulas written out here. What may lie between is what the
@@ -38,8 +38,10 @@ from quanteval.server.mock import MockServer, MockSettings
 
 MAKER = PromptMaker(ByteTokenizer(), 0, exact_text=True)
 OUTPUT = 9
-TTFT_S, ITL_S = 0.04, 0.02
+TTFT_S, ITL_S = 0.03, 0.02
 ROUNDING_S = 1e-6
+TIMER_S = 1e-3
+"""Event loops round timers to it, so that a request may go out so much before its time."""
 
 
 class Watched(HTTPSession):
@@ -208,12 +210,16 @@ def assert_figures(seen):
 MODES = {
     "single tokens": ("completions", {}),
     "four tokens a chunk": ("completions", {"tokens_per_chunk": 4}),
-    "usage on the chunk that ends": ("chat", {"usage_only_last_chunk": False}),
     "role first, usage last": ("chat", {"role_only_first_chunk": True}),
     "reasoning": ("chat", {"reasoning_tokens": 4, "role_only_first_chunk": True}),
-    "reasoning, four a chunk": (
+    "reasoning, four a chunk, usage on the chunk that ends": (
         "chat",
-        {"reasoning_tokens": 4, "tokens_per_chunk": 4, "reasoning_field": "reasoning"},
+        {
+            "reasoning_tokens": 4,
+            "tokens_per_chunk": 4,
+            "reasoning_field": "reasoning",
+            "usage_only_last_chunk": False,
+        },
     ),
     "drawn times": ("completions", {"spread": "lognormal", "tokens_per_chunk": 2}),
     "a stall": ("completions", {"stall_at_s": 0.1, "stall_s": 0.3}),
@@ -232,19 +238,19 @@ def test_every_latency_is_the_server_s_own(mode):
             # Set times are a floor, so that nothing is counted from later than it began.
             steady = steady_requests(seen.traces)
             step = fields.get("tokens_per_chunk", 1)
-            assert min(ttft_s(t) for t in steady) >= TTFT_S - ROUNDING_S
+            assert min(ttft_s(t) for t in steady) >= TTFT_S - TIMER_S
             assert summary.itl.at(0.99).value >= ITL_S / step * 0.9
         if "stall_s" in fields:
             worst = max(max([ttft_s(t), *itl_s(t)]) for t in seen.traces)
             assert worst >= fields["stall_s"] - ROUNDING_S
     # The client's own lateness is in its record, and part of an open loop's latencies.
     late = [t.sent_s - t.scheduled_s for t in schedule.traces]
-    assert min(late) >= -ROUNDING_S
+    assert min(late) >= -TIMER_S
     assert schedule.record.client.lag_p99_s == pytest.approx(max(late), abs=ROUNDING_S)
     for t in schedule.true():
         served_s = t.chunk_times_s[0] - t.received_s
         added_s = max(late) + max(schedule.ways_in) + max(schedule.ways_out)
-        assert -ROUNDING_S <= ttft_s(t.trace) - served_s <= added_s + ROUNDING_S
+        assert -TIMER_S <= ttft_s(t.trace) - served_s <= added_s + ROUNDING_S
 
 
 def test_goodput_counts_the_requests_that_met_their_limits_in_time():
@@ -287,10 +293,9 @@ def first_ways_out(seen):
     return [t.trace.chunk_times_s[0] - t.chunk_times_s[0] for t in seen.true()]
 
 
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_an_error_in_the_middle_of_a_stream_is_never_ok(api):
+def test_an_error_in_the_middle_of_a_stream_is_never_ok():
     fields = {"stream_error_after": 5, "stream_error_share": 0.5, "itl_s": 0.005}
-    with serving(api, **fields) as (mock, session):
+    with serving("chat", role_only_first_chunk=True, **fields) as (mock, session):
         seen = closed(mock, session, planned(16), 1)
     by_server = [row["status"] for row in seen.rows]
     assert set(by_server) == {"ok", "stream_error"}
@@ -313,12 +318,12 @@ def test_an_error_in_the_middle_of_a_stream_is_never_ok(api):
 
 def test_a_refused_request_and_a_cut_connection_are_errors_without_latencies():
     # The numbers of the requests count anew from the reset, after those that open the session.
-    refused = (20, 21, 22)
+    refused = (14, 15, 16)
     fields = {"http_error_requests": refused, "drop_connection_after": 6, "itl_s": 0.002}
     with serving(**fields, drop_connection_share=0.3, seed=3) as (mock, session):
         point = LoadPoint("closed", 1)
         mock.reset()
-        *traces, _ = drive_closed(session, MAKER, point, planned(24), iter(()), 60.0)
+        *traces, _ = drive_closed(session, MAKER, point, planned(18), iter(()), 60.0)
         rows = mock.truth()
     kinds = {"ok": "ok", "http_error": "error", "dropped": "error"}
     assert {row["status"] for row in rows} == set(kinds)
@@ -351,7 +356,7 @@ def test_a_stall_shows_at_p99_of_an_open_loop_and_in_as_many_requests_as_a_close
     fields = {"ttft_s": 0.004, "itl_s": 0.001, "stall_at_s": 0.2, "stall_s": STALL_S}
     with serving(**fields) as (mock, session):
         schedule = opened(mock, session, planned(90, name="o", output=3), rate)
-        waiting = closed(mock, session, planned(250, name="c", output=3), slots)
+        waiting = closed(mock, session, planned(220, name="c", output=3), slots)
     (by_schedule,), (by_slots,) = summarize(schedule.traces), summarize(waiting.traces)
     assert by_schedule.failed == by_slots.failed == 0
     # Nothing is sent in the stall, and a request is scheduled into its first 1/rate seconds, the next into the second.
