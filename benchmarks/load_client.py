@@ -158,6 +158,12 @@ def show(seen: dict[str, list[dict[str, float]]], load: Load) -> None:
             for m in METRICS
         ]  # fmt: skip
         print(f"| {who} | " + " | ".join(cells) + " |")
+    # How far a client is from itself between rounds: no smaller difference between clients means anything.
+    print("\n| largest over smallest round | " + " | ".join(m.upper() for m in METRICS) + " |")
+    print("| --- |" + " ---: |" * len(METRICS))
+    for who, turns in seen.items():
+        apart = [max(t[m] for t in turns) / min(t[m] for t in turns) for m in METRICS]
+        print(f"| {who} | " + " | ".join(f"{ratio:.3f}" for ratio in apart) + " |")
     for who in middle:
         if who in NOTES:
             print(f"\n{NOTES[who]}")

@@ -21,6 +21,8 @@ AHEAD = 32
 Job = tuple[PlannedRequest, Request]
 Arrival = tuple[PlannedRequest, Request, float]
 
+TIMER_S = 1e-3
+
 
 @dataclass(frozen=True)
 class OpenState:
@@ -148,13 +150,14 @@ class OpenLoop(LoopRun):
 
     async def _wait_until(self, at_s: float) -> bool:
         """Wait for the scheduled time; False when the point is over before it."""
-        delay = self.origin_s + at_s - time.perf_counter()
-        if delay <= 0:
+        due = self.origin_s + at_s
+        if due <= time.perf_counter():
             # Behind schedule: let what was sent begin all the same.
             await asyncio.sleep(0)
-        else:
+        # Timers round to a millisecond and may ring early, which would shorten a latency.
+        while not self.over.is_set() and (delay := due - time.perf_counter()) > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
+                async with asyncio.timeout(max(delay, TIMER_S)):
                     await self.over.wait()
         return not self.over.is_set()
 

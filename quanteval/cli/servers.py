@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ def serve(parsed: argparse.Namespace) -> int:
     """Build one scheme's artifact and serve it."""
     from quanteval.serving import ServeOptions, server_spec
 
+    # A stop unwinds like Ctrl-C, so that engines end their own children and no folder is left.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = ServeOptions(parsed.host, parsed.port, parsed.name)
     with server_spec(parsed.overrides, options, notify) as path:
         from quanteval.server.__main__ import serve as serve_spec

@@ -18,6 +18,7 @@ from quanteval.engines.llama_cpp_server import ServerBackend
 from quanteval.engines.tokenizer import HFTokenizer
 from quanteval.environment import package_version, rss_bytes, usable_cores
 from quanteval.errors import EngineError, UnsupportedError
+from quanteval.process_memory import note_before_load
 from quanteval.records import Artifact, Effective
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
@@ -63,7 +64,7 @@ class LlamaCppEngine:
         path = folder / artifact.load["gguf_file"]
         census = read_gguf(path)
         tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)
-        before = rss_bytes()
+        before = note_before_load()
         try:
             server = xllamacpp.Server(self._params(xllamacpp, path))
         except Exception as error:

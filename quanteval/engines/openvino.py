@@ -19,6 +19,7 @@ from quanteval.engines.openvino_runner import BLOCK_TOKENS, OpenVINOCalls, Pipel
 from quanteval.engines.tokenizer import HFTokenizer
 from quanteval.environment import package_version, rss_bytes
 from quanteval.errors import EngineError, UnsupportedError
+from quanteval.process_memory import note_before_load
 from quanteval.records import Artifact, Effective
 
 EXACT = ("q8_0", "q4_0")
@@ -88,7 +89,7 @@ class OpenVINOEngine:
         _check_formats(census, path)
         tokenizer = HFTokenizer(folder, trust_remote_code=artifact.trust_remote_code)
         core = openvino.Core()
-        before = rss_bytes()
+        before = note_before_load()
         blocks = -(-self.kv_cache_tokens // BLOCK_TOKENS)
         try:
             pipeline = openvino_genai.ContinuousBatchingPipeline(
