@@ -12,7 +12,7 @@ from quanteval.metrics.load import loads_of
 from quanteval.metrics.operating import WITH_TAIL, WITHOUT_TAIL, at_load, capacity, head_of_line
 from quanteval.metrics.slo import Slo
 from tests.bench.queues import HEALTH, open_point, trace
-from tests.metrics.test_load import record, request
+from tests.metrics.test_load_points import record, request
 
 
 def loads_from(curve, *, spread=0.02, requests=60, seed=0):
