@@ -8,6 +8,7 @@ fingerprint is already there is reused, from this run or from another under the 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ from quanteval.store import (
 )
 
 Notify = Callable[[str], None]
+THIS_PROCESS = uuid.uuid4().hex
+"""Part of the inputs of what must not be found again by another process: its results are used in this one alone."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ class VariantWorker:
 
     def _serving_inputs(self, *, of_baseline: bool = False) -> dict[str, Any]:
         scheme = self.plan.baseline if of_baseline else self.job.scheme
+        lasting = getattr(self.plan.variants[scheme].object, "lasting", True)
         engine = self.plan.engine if of_baseline else self.job.engine
         return {
             "artifact": fingerprint(self._artifact_inputs(scheme)),
@@ -228,6 +232,7 @@ class VariantWorker:
             "cpu": cpu_model(),
             "threads": self.plan.runtime.thread_count,
             "packages": result_packages(),
+            **({} if lasting else {"measured_by": THIS_PROCESS}),
         }
 
     def _artifact_dir(self) -> Path:

@@ -134,3 +134,21 @@ def test_user_suites_stand_beside_the_shipped_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTEVAL_TASK_PATH", str(tmp_path))
     assert task_folders()["mine"] == suite
     assert "humaneval" in task_folders()
+
+
+def test_check_asks_the_engine_before_anything_is_built(tmp_path, tiny_folder, capsys):
+    command = ["check", f"model={tiny_folder}", "task=[pyeasy]"]
+    refused = [*command, "engine=vllm", f"engine.executable={tmp_path}/none", "scheme=[fp32]"]
+    assert main(refused) == 1
+    assert "no vLLM in" in capsys.readouterr().err
+    assert main([*command, "engine=openvino", "scheme=[fp32]"]) == 1
+    assert 'does not serve "transformers" artifacts' in capsys.readouterr().err
+    assert main([*command, "engine=transformers", "scheme=[fp32]"]) == 0
+
+
+def test_plan_memory_exits_by_whether_it_fits(tiny_folder, capsys):
+    command = ["plan", "memory", f"model={tiny_folder}", "scheme=[fp32]", "context=64"]
+    assert main([*command, "gpu=24GB"]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert main([*command, "gpu=1MB"]) == 3
+    assert "does not fit" in capsys.readouterr().out

@@ -31,6 +31,8 @@ class Endpoint:
     compute: str = "float"
 
     artifact_format = "endpoint"
+    lasting = False
+    """What answers at an address may be another model tomorrow: nothing measured there is used again."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
