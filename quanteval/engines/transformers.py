@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,18 @@ from quanteval.environment import package_version
 from quanteval.errors import UnsupportedError
 from quanteval.process_memory import note_before_load
 from quanteval.records import Artifact
+from quanteval.targets import locate
+
+FORMATS = ("transformers", "torch")
+MODULES = {
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed_tensors",
+    "gptqmodel": "gptqmodel",
+    "hqq": "hqq.core.quantize",
+    "optimum-quanto": "optimum.quanto",
+    "torchao": "torchao",
+}
+"""What to import of a package that an artifact was made with, before memory is counted."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class TransformersEngine:
 
     def check(self, artifact: Artifact) -> None:
         """UnsupportedError when the artifact is of another format or the device is not there."""
-        if artifact.format != "transformers":
+        if artifact.format not in FORMATS:
             raise UnsupportedError(
                 f'the transformers engine does not serve "{artifact.format}" artifacts'
             )
@@ -55,7 +67,7 @@ class TransformersEngine:
     def serve(self, artifact: Artifact) -> Iterator[TransformersSession]:
         """Load the artifact and yield its session."""
         # The libraries' own pages are not the model's: they are counted before it is loaded.
-        import_libraries()
+        import_libraries(artifact.packages)
         before = note_before_load()
         model = _load(artifact, self.device)
         folder = Path(artifact.path)
@@ -68,15 +80,18 @@ class TransformersEngine:
             session.close()
 
 
-def import_libraries() -> None:
-    """Import what loading a model imports, so that it can be told from the model's own memory."""
+def import_libraries(packages: Iterable[str] = ()) -> None:
+    """Import what loading a model imports, so that it can be told from the model's own memory.
+
+    `packages` are those that its artifact was made with.
+    """
     import torch
 
     for name in ("generation.continuous_batching", "models.auto.modeling_auto"):
         importlib.import_module(f"transformers.{name}")
-    for name in ("bitsandbytes", "torchao"):
-        if package_version(name):
-            importlib.import_module(name)
+    for package in ("bitsandbytes", "torchao", *packages):
+        if package in MODULES and package_version(package):
+            importlib.import_module(MODULES[package])
     torch.ones(8, 8) @ torch.ones(8, 8)
 
 
@@ -87,6 +102,8 @@ def _load(artifact: Artifact, device: str) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if loader := artifact.load.get("loader"):
+        return locate(loader)(artifact, device)
     dtype = getattr(torch, artifact.load["dtype"])
     # The library's own choice of attention: SDPA, or eager for the few architectures that SDPA does not do.
     model = AutoModelForCausalLM.from_pretrained(

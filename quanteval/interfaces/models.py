@@ -27,15 +27,27 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Texts a scheme may look at while quantizing; empty for schemes that need none."""
+    """Texts a scheme may look at while quantizing; empty for schemes that need none.
+
+    The texts are joined and cut into `samples` blocks of `length` tokens, in an order drawn with `seed`.
+    """
 
     texts: tuple[str, ...] = ()
     digest: str = ""
+    name: str = ""
+    samples: int = 0
+    length: int = 0
+    seed: int = 0
 
 
 @runtime_checkable
 class Scheme(Protocol):
-    """How weights and activations are stored and computed; a frozen dataclass that is its own config."""
+    """How weights and activations are stored and computed; a frozen dataclass that is its own config.
+
+    Optional class attributes: `artifact_format` (the format of its artifacts where it is not 'transformers'),
+    `calibrated` (True: it looks at texts while quantizing), `lasting` (False: its results are never reused). An
+    optional method `content() -> dict` returns what its node does not say and its artifact depends on.
+    """
 
     @property
     def precision(self) -> Precision:

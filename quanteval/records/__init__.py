@@ -25,6 +25,7 @@ from quanteval.records.runs import Manifest
 from quanteval.records.scores import Score, SequentialLook, TaskRecord
 from quanteval.records.variants import (
     Artifact,
+    CalibrationRecord,
     Effective,
     LayerClass,
     MemoryUse,
@@ -39,6 +40,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "VERDICT_EXIT_CODES",
     "Artifact",
+    "CalibrationRecord",
     "ClientHealth",
     "Effective",
     "Finding",

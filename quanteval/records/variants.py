@@ -22,6 +22,10 @@ class Precision(Part):
     """'float', or the integer or float8 format the products are computed in."""
     quantized: bool
     """False for the formats a model is trained or published in."""
+    kv_cache_bits: float = 16
+    """Bits of one element of the KV cache, scales not counted."""
+    kv_cache_format: str = ""
+    """Format of the KV cache where the scheme sets it ('int8', 'fp8', ...); '' where it is the engine's own."""
 
 
 class LayerClass(Part):
@@ -65,9 +69,28 @@ class Effective(Part):
     multiplied in a wider format than it names (weight-only schemes multiply in float by design)."""
     emulation: str
     """One line: how the products are computed."""
+    accuracy_only: str = ""
+    """Why memory, latency and throughput of this scheme on this engine say nothing about the scheme (emulated, or
+    decompressed at the first forward pass); '' when they do."""
+    kv_cache_bits: float = 16
+    """Bits of one element of the KV cache as served, scales not counted."""
+    kv_cache_format: str = ""
+    """Format of the KV cache as served; '' where the engine does not tell."""
     resident_weight_bytes: int
     parameters: int
     """Logical parameters, tied ones once."""
+
+
+class CalibrationRecord(Part):
+    """Texts that a scheme looked at while quantizing."""
+
+    name: str
+    digest: str
+    """sha256 over the texts, their number, length and seed."""
+    samples: int
+    length: int
+    """Most tokens of one sample."""
+    seed: int
 
 
 class Artifact(Record):
@@ -84,13 +107,20 @@ class Artifact(Record):
     path: str
     """Folder that an engine loads."""
     format: str
-    """'transformers' (a folder for from_pretrained), later 'gguf', 'openvino', ..."""
+    """'transformers' (a folder for from_pretrained), 'torch' (one with a loader of its own), 'gguf', 'openvino'."""
     load: dict[str, Any] = Field(default_factory=dict)
-    """What the engine needs to know to load it, e.g. {'dtype': 'bfloat16'}."""
+    """What the engine needs to know to load it, e.g. {'dtype': 'bfloat16'}. 'loader' is the dotted path of a function
+    (artifact, device) -> torch model."""
     trust_remote_code: bool = False
     bytes_on_disk: int
     """Bytes of the weight files."""
     build_s: float
+    build_peak_bytes: int = 0
+    """Highest resident memory of the process that built it, interpreter and libraries included; 0 where unknown."""
+    build_shared: bool = False
+    """That process held other schemes' source weights too, since it built several from one load."""
+    calibration: CalibrationRecord | None = None
+    """What the scheme looked at while quantizing; None for schemes that need nothing."""
     packages: dict[str, str] = Field(default_factory=dict)
     fingerprint: str = ""
     effective: Effective | None = None

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from quanteval.environment import package_version
 from quanteval.errors import ConfigError, UnsupportedError
-from quanteval.interfaces import ModelSource
+from quanteval.interfaces import Calibration, ModelSource
 from quanteval.models.digest import weight_files
 from quanteval.records import Artifact, Precision
 
@@ -131,6 +131,39 @@ def quantize_with_transformers(
         build_s=time.perf_counter() - started,
         packages=("torch", "transformers", *packages),
     )
+
+
+def token_blocks(source: ModelSource, calibration: Calibration) -> list[list[int]]:
+    """Return a calibration's texts as blocks of token ids: at most `samples` blocks of exactly `length` tokens.
+
+    The texts are taken in an order drawn with the calibration's seed, joined by the end-of-sequence token, and cut.
+    ConfigError when they are too short for a single block.
+    """
+    import random
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        source.path, trust_remote_code=source.trust_remote_code
+    )
+    order = list(calibration.texts)
+    random.Random(calibration.seed).shuffle(order)
+    stream: list[int] = []
+    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    wanted = calibration.samples * calibration.length
+    for text in order:
+        if len(stream) >= wanted:
+            break
+        stream += tokenizer(text, add_special_tokens=False)["input_ids"] + separator
+    starts = range(0, min(wanted, len(stream)), calibration.length)
+    blocks = [stream[start : start + calibration.length] for start in starts]
+    whole = [block for block in blocks if len(block) == calibration.length]
+    if not whole:
+        raise ConfigError(
+            f'calibration "{calibration.name}" has {len(stream)} tokens, fewer than one sample of '
+            f"{calibration.length}: use more text or a smaller calibration.length"
+        )
+    return whole
 
 
 def describe_artifact(

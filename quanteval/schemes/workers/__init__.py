@@ -1,0 +1,1 @@
+"""Scripts that quantize in another environment: they import the standard library and that environment's alone."""
